@@ -1,0 +1,1 @@
+"""Models: one language model on one sequence behind `logits(context, n)`."""
