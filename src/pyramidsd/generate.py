@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pyramidsd.level import Level
 from pyramidsd.sampling import Rng
-from pyramidsd.types import Draft, Drafter, Stats, UsageError, add_stats
+from pyramidsd.types import Drafter, Stats, UsageError, add_stats
 
 Message = Mapping[str, str]
 """One chat message: `role` and `content`."""
@@ -42,21 +42,25 @@ class Chunk:
     """What one round of the target added.
 
     Attributes:
-        text: new text; all chunks together are exactly the decoded answer, without special tokens and up to a
-            stop string.
         token_ids: new tokens, the one that ended the answer included.
+        pieces: for each token the text that became certain with it, often empty inside a character.
         origin: for each token the index of the level that first proposed it, lowest level 0.
         deviation: for each token the total variation between its law and the target's, 0 where it is exact.
         finish_reason: on the last chunk `stop` (a stop token or a stop string) or `length`; None before.
         stats: counters of the whole answer so far, one entry per level, lowest first.
     """
 
-    text: str
     token_ids: list[int]
+    pieces: list[str]
     origin: list[int]
     deviation: list[float]
     finish_reason: str | None
     stats: tuple[Stats, ...]
+
+    @property
+    def text(self) -> str:
+        """New text. All chunks together are exactly the decoded answer, without special tokens, up to a stop string."""
+        return "".join(self.pieces)
 
 
 def generate(
@@ -131,7 +135,8 @@ def _stream(top: Level, text: TextStream, context: list[int], budget: int, rng: 
     while finish_reason is None:
         draft = top.round(context, budget, rng)
         stats = add_stats(stats, draft.stats)
-        new_text, used = text.push(draft.tokens)
+        pieces = text.push(draft.tokens)
+        used = len(pieces)
         context = context + draft.tokens[:used]
         budget -= used
         if text.stopped or top.stop_tokens.intersection(draft.tokens[:used]):
@@ -139,13 +144,9 @@ def _stream(top: Level, text: TextStream, context: list[int], budget: int, rng: 
         elif budget == 0:
             finish_reason = "length"
         if finish_reason:
-            new_text += text.finish()
-        yield _chunk(draft, used, new_text, finish_reason, stats)
-
-
-def _chunk(draft: Draft, used: int, text: str, finish_reason: str | None, stats: tuple[Stats, ...]) -> Chunk:
-    deviation = draft.deviation[:used].tolist()
-    return Chunk(text, draft.tokens[:used], draft.origin[:used], deviation, finish_reason, stats)
+            pieces[-1] += text.finish()
+        deviation = draft.deviation[:used].tolist()
+        yield Chunk(draft.tokens[:used], pieces, draft.origin[:used], deviation, finish_reason, stats)
 
 
 class TextStream:
@@ -164,17 +165,15 @@ class TextStream:
         self._held = ""  # decoded text that may be the beginning of a stop string
         self.stopped = False
 
-    def push(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """The text that is certain now, and how many of the tokens were used: all, or those up to the one that
-        completed a stop string."""
-        text = ""
-        for used, token in enumerate(tokens, 1):
+    def push(self, tokens: Sequence[int]) -> list[str]:
+        """For each token the text that is certain now; fewer entries than tokens where one completed a stop string."""
+        pieces: list[str] = []
+        for token in tokens:
             self._tokens.append(token)
-            if not self._inside_character(token):
-                text += self._pass(self._decoded())
+            pieces.append("" if self._inside_character(token) else self._pass(self._decoded()))
             if self.stopped:
-                return text, used
-        return text, len(tokens)
+                break
+        return pieces
 
     def finish(self) -> str:
         """What was held back until now."""

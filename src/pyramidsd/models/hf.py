@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from pyramidsd.models.base import CachedModel
 from pyramidsd.types import UsageError
@@ -149,6 +150,12 @@ def load_model(
     if missing := sorted(info["missing_keys"]):
         raise UsageError(f"{path} lacks {len(missing)} tensors, the first {missing[0]}; fetch the model again")
     return TransformersModel(model.to(place), tokenizer)
+
+
+def quiet() -> None:
+    """No progress bars and no advice from transformers, for programs that show their own."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 _SAFETENSORS = {"use_safetensors": True}
