@@ -225,7 +225,9 @@ def first_layers(whole: TransformersModel, num_layers: int) -> TransformersModel
 
 
 def _shallow_copy(module: Any) -> Any:
-    """Another module over the same submodules and parameters."""
+    """Another module over the same submodules and parameters, with tables of its own."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # submodules, parameters, buffers, hooks
+            setattr(twin, name, value.copy())
     return twin

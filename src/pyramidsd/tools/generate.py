@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         answers.append(_answer(args, replace(config, method="plain"), models, prompt, show=False))
     if args.json:
-        report = answers[0].report() | {"plain": answer.report() for answer in answers[1:]}
+        report = answers[0].report() | {answer.config.method: answer.report() for answer in answers[1:]}
         out.print(json.dumps(report), markup=False)
     else:
         err.print(_table(answers))
