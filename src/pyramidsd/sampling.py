@@ -55,15 +55,10 @@ class Sampling:
         if 0 < self.top_k < scores.shape[-1]:
             smallest_kept = scores.topk(self.top_k).values[:, -1:]
             scores = scores.masked_fill(scores < smallest_kept, -torch.inf)
-        if self.top_p < 1:
-            ascending, order = scores.sort()
-            cut = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
-            cut[:, -1] = False  # the most probable token always stays
-            scores = scores.masked_fill(torch.zeros_like(cut).scatter_(-1, order, cut), -torch.inf)
         probs = scores.softmax(-1)
-        if self.min_p > 0:
-            floor = self.min_p * probs.amax(-1, keepdim=True)
-            probs = probs.masked_fill(probs < floor, 0.0)
+        if self.top_p < 1 or self.min_p > 0:
+            floor = torch.maximum(_nucleus_floor(probs, self.top_p), self.min_p * probs.amax(-1, keepdim=True))
+            probs = torch.where(probs < floor, 0.0, probs)
             probs = probs / probs.sum(-1, keepdim=True)
         return Laws(logits, probs)
 
@@ -78,6 +73,21 @@ class Sampling:
                 row = processor(ids[:, : first + i], row)
             rows.append(row)
         return torch.cat(rows)
+
+
+def _nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
+    """The smallest probability in the smallest set of tokens whose mass reaches top_p, [n, 1]."""
+    if top_p == 1:
+        return torch.zeros_like(probs[:, :1])
+    size = probs.shape[-1]
+    descending = probs.topk(min(_NUCLEUS, size)).values
+    if bool((descending.sum(-1) < top_p).any()):  # a flat law; only then all tokens must be sorted
+        descending = probs.topk(size).values
+    needed = descending.cumsum(-1) - descending < top_p
+    return descending.gather(-1, needed.sum(-1, keepdim=True) - 1)
+
+
+_NUCLEUS = 256
 
 
 class Rng:

@@ -67,8 +67,9 @@ class Laws:
     @staticmethod
     def one_hot(tokens: Sequence[int]) -> Laws:
         """The laws of a proposer that has no doubts: all mass on each of `tokens`."""
-        probs = torch.zeros(len(tokens), max(tokens) + 1).scatter_(-1, torch.tensor(tokens).unsqueeze(-1), 1.0)
-        return Laws(probs.log(), probs)
+        rows = torch.zeros(len(tokens), max(tokens) + 1)
+        ids = torch.tensor(tokens).unsqueeze(-1)
+        return Laws(torch.full_like(rows, -torch.inf).scatter_(-1, ids, 0.0), rows.scatter_(-1, ids, 1.0))
 
     @staticmethod
     def join(parts: Sequence[Laws]) -> Laws:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,10 @@ def load_model(
         name_or_path, gguf_file = path.parent, path.name
         if not path.is_file():
             raise UsageError(f"there is no file {path}; check the path")
+    elif path.is_dir() and gguf_file is None and not (path / "config.json").is_file():
+        raise UsageError(
+            f"the folder {path} holds no config.json; give the folder of a transformers model or a GGUF file"
+        )
     elif not path.is_dir() and _looks_like_path(str(name_or_path)):
         raise UsageError(f"there is no folder {path}; check the path, or give the name of a model on the hub")
     place = resolve_device(device)
@@ -145,7 +150,7 @@ def load_model(
         reason = str(error).strip().splitlines()
         raise UsageError(
             f"cannot load {path}: {reason[0] if reason else type(error).__name__}; "
-            "is it a whole safetensors or GGUF model?"
+            "check that it is a whole safetensors or GGUF model"
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise UsageError(f"{path} lacks {len(missing)} tensors, the first {missing[0]}; fetch the model again")
@@ -156,6 +161,7 @@ def quiet() -> None:
     """No progress bars and no advice from transformers, for programs that show their own."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    getLogger("huggingface_hub").setLevel(ERROR)
 
 
 _SAFETENSORS = {"use_safetensors": True}
