@@ -137,18 +137,18 @@ def export_error(branches: Branches, vocab_size: int) -> float:
     return max(float((true[prefix] - exported[prefix]).abs().sum()) / 2 for prefix in true)
 
 
-def random_law(seed: int, vocab_size: int = 3, zeros: bool = False, memory: int | None = None) -> Law:
-    """A pseudo-random law of the whole context, or of its last `memory` tokens; some entries 0 if `zeros`."""
+def random_law(seed: int, vocab_size: int = 3, zeros: bool = False) -> Law:
+    """A pseudo-random law that depends on the whole context; some entries are 0 if `zeros`."""
     known: dict[tuple[int, ...], list[float]] = {}
 
     def law(context: list[int]) -> list[float]:
-        key = tuple(context if memory is None else context[-memory:])
+        key = tuple(context)
         if key not in known:
             rng = random.Random(f"{seed} {key}")
             weights = [rng.random() ** 2 + 0.02 for _ in range(vocab_size)]
             if zeros:
                 sure = rng.randrange(vocab_size)
-                weights = [w if i == sure or rng.random() < 0.6 else 0.0 for i, w in enumerate(weights)]
+                weights = [w if i == sure or rng.random() < 0.75 else 0.0 for i, w in enumerate(weights)]
             known[key] = [w / sum(weights) for w in weights]
         return known[key]
 

@@ -100,8 +100,8 @@ def test_damaged_or_missing_files(tmp_path, capsys):
     for target, cure in {
         str(tmp_path / "nowhere"): "there is no folder",
         str(tmp_path / "nowhere.gguf"): "there is no file",
-        truncated(tmp_path / "cut"): "is it a whole safetensors or GGUF model?",
-        str(gguf): "is it a whole safetensors or GGUF model?",
+        truncated(tmp_path / "cut"): "check that it is a whole safetensors or GGUF model",
+        str(gguf): "check that it is a whole safetensors or GGUF model",
     }.items():
         assert cure in refusal(capsys, "generate", "a", "--target", target)
 

@@ -84,7 +84,8 @@ def _nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
     if bool((descending.sum(-1) < top_p).any()):  # a flat law; only then all tokens must be sorted
         descending = probs.topk(size).values
     needed = descending.cumsum(-1) - descending < top_p
-    return descending.gather(-1, needed.sum(-1, keepdim=True) - 1)
+    last = (needed.sum(-1, keepdim=True) - 1).clamp_min(0)  # a NaN row needs none
+    return descending.gather(-1, last)
 
 
 _NUCLEUS = 256

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyramidsd.types import UsageError
 
@@ -92,11 +93,12 @@ class CachedModel(Model):
 
 class FittedModel(Model):
     """A model whose padded vocabulary differs in size from the target's (Qwen2.5 has 151936 and 152064 rows for
-    one tokenizer): its rows beyond the target's are cut off, ids it has no row for are read as its last one."""
+    one tokenizer). Its rows beyond the target's are cut off; tokens it has no row for are impossible to it, and read
+    as its last one."""
 
     def __init__(self, model: Model, vocab_size: int) -> None:
         self._model = model
-        self.vocab_size = min(model.vocab_size, vocab_size)
+        self.vocab_size = vocab_size
         self.max_context = model.max_context
         self.stop_tokens = model.stop_tokens
 
@@ -105,4 +107,4 @@ class FittedModel(Model):
         last = self._model.vocab_size - 1
         if max(context) > last:
             context = [min(token, last) for token in context]
-        return self._model.logits(context, n)[:, : self.vocab_size]
+        return pad(self._model.logits(context, n), (0, self.vocab_size - self._model.vocab_size), value=-torch.inf)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -55,12 +56,21 @@ class TransformersModel(CachedModel):
         self._cache_keyword = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.24
         self._can_limit_rows = "logits_to_keep" in accepted
         self._reset()
+        self._refuse_unless_it_remembers()
 
     def vocabulary(self) -> Mapping[int, str] | None:
         """The token of every id, where a tokenizer was given."""
         if self.tokenizer is None:
             return None
         return {token_id: token for token, token_id in self.tokenizer.get_vocab().items()}
+
+    def _refuse_unless_it_remembers(self) -> None:
+        """Two tokens in, one taken back: a model that keeps no cache would answer as if new tokens were all."""
+        self._forward([0, 0], 1)
+        self._cache.crop(-1)
+        if self._cache.get_seq_length() != 1:
+            raise UsageError(f"{type(self.model).__name__} keeps no cache of its context; use a decoder-only model")
+        self._reset()
 
     @torch.inference_mode()
     def _forward(self, tokens: list[int], n: int) -> Tensor:
@@ -85,6 +95,8 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UsageError(f"{name} is an encoder-decoder model; use a decoder-only model")
+    if not getattr(model.config, "is_decoder", True):  # only encoders that can be made decoders have the switch
+        raise UsageError(f"{name} attends to both sides of a token; use a decoder-only model")
     layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
     recurrent = sorted({kind for kind in layers if kind not in _ATTENTION_LAYERS})
     if recurrent or getattr(model, "_is_stateful", False):
@@ -126,35 +138,53 @@ def load_model(
     Raises:
         UsageError: nothing usable is there, or the device or dtype is not available.
     """
-    path = Path(name_or_path)
-    if path.suffix == ".gguf" and gguf_file is None:
-        name_or_path, gguf_file = path.parent, path.name
-        if not path.is_file():
-            raise UsageError(f"there is no file {path}; check the path")
-    elif path.is_dir() and gguf_file is None and not (path / "config.json").is_file():
-        raise UsageError(
-            f"the folder {path} holds no config.json; give the folder of a transformers model or a GGUF file"
-        )
-    elif not path.is_dir() and _looks_like_path(str(name_or_path)):
-        raise UsageError(f"there is no folder {path}; check the path, or give the name of a model on the hub")
     place = resolve_device(device)
     wanted = resolve_dtype(dtype, place)
-    source: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    weights: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)} if gguf_file else _SAFETENSORS
+    name, gguf = _located(str(name_or_path), gguf_file)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **source)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=wanted, output_loading_info=True, **source, **weights
-        )
+        model, tokenizer, missing = _read(name, wanted, {"gguf_file": gguf} if gguf else {})
+    except UsageError:
+        raise
     except Exception as error:  # whatever a damaged or foreign file makes the readers raise is the user's answer
         reason = str(error).strip().splitlines()
         raise UsageError(
-            f"cannot load {path}: {reason[0] if reason else type(error).__name__}; "
+            f"cannot load {name_or_path}: {reason[0] if reason else type(error).__name__}; "
             "check that it is a whole safetensors or GGUF model"
         ) from error
-    if missing := sorted(info["missing_keys"]):
-        raise UsageError(f"{path} lacks {len(missing)} tensors, the first {missing[0]}; fetch the model again")
+    if missing:
+        raise UsageError(f"{name_or_path} lacks {len(missing)} tensors, the first {missing[0]}; fetch the model again")
     return TransformersModel(model.to(place), tokenizer)
+
+
+def _located(name: str, gguf_file: str | None) -> tuple[str, str | None]:
+    """The folder or hub name, and the GGUF file inside it."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and gguf_file is None:
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}; check the path")
+        return str(path.parent), path.name
+    if path.is_dir():
+        if gguf_file is None and not (path / "config.json").is_file():
+            raise UsageError(f"{path} holds no config.json; give the folder of a transformers model, or a GGUF file")
+        return str(path), gguf_file
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:  # on the hub: model or owner/model
+        raise UsageError(f"there is no folder {path}; check the path, or give the name of a model on the hub")
+    return name, gguf_file
+
+
+def _read(
+    name: str, dtype: torch.dtype | str, source: dict[str, str]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]:
+    """Model, tokenizer and the names of missing tensors; neither pickles nor foreign code are read."""
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False, **source)
+    if config.is_encoder_decoder:
+        raise UsageError(f"{name} is an encoder-decoder model; use a decoder-only model")
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **source)
+    weights = {"quantization_config": GgufConfig(dequantize=True)} if source else {"use_safetensors": True}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, output_loading_info=True, trust_remote_code=False, **source, **weights
+    )
+    return model, tokenizer, sorted(info["missing_keys"])
 
 
 def quiet() -> None:
@@ -162,14 +192,6 @@ def quiet() -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     getLogger("huggingface_hub").setLevel(ERROR)
-
-
-_SAFETENSORS = {"use_safetensors": True}
-
-
-def _looks_like_path(name: str) -> bool:
-    """Hub names are `model` or `owner/model`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
 def resolve_device(device: str) -> torch.device:
@@ -181,9 +203,9 @@ def resolve_device(device: str) -> torch.device:
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
         return torch.device(next(kind for kind, usable in available.items() if usable))
-    kind = device.split(":")[0]
-    if kind not in available:
-        raise UsageError(f"unknown device {device!r}; choose one of {', '.join(DEVICES)}")
+    kind, _, index = device.partition(":")
+    if kind not in available or not (index or "0").isdigit():
+        raise UsageError(f"unknown device {device!r}; choose one of {', '.join(DEVICES)}, or a numbered one as cuda:1")
     if not available[kind]:
         raise UsageError(f"no {kind} device is available to this build of torch; use --device cpu or auto")
     return torch.device(device)
