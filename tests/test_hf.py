@@ -151,25 +151,25 @@ WHOLE = "check that it is a whole safetensors or GGUF model"
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert str(tmp_path) in message
-    assert "holds no config.json; give the folder of a transformers model" in message
+    assert "give the folder of a transformers model, or a GGUF file" in message
 
 
 def test_a_folder_without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert refusal(folder).endswith(WHOLE)
+    assert WHOLE in refusal(folder)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
 def test_truncated_safetensors(folder: Path, share: float) -> None:
     truncate(folder / "model.safetensors", share)
-    assert refusal(folder).endswith(WHOLE)
+    assert WHOLE in refusal(folder)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.001, 0.01, 0.5, 0.999])
 def test_truncated_gguf(gguf_file: Path, tmp_path: Path, share: float) -> None:
     path = Path(shutil.copy(gguf_file, tmp_path))
     truncate(path, share)
-    assert refusal(path).endswith(WHOLE)
+    assert WHOLE in refusal(path)
 
 
 def truncate(path: Path, share: float) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from branches import (
     Branch,
     chain_law,
@@ -20,9 +23,6 @@ from branches import (
     random_law,
     walk,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from pyramidsd import Draft, Fuzzy, Laws, Lenient, Level, Lossless, Match, PromptLookup, Rng, Sampling, Stats, pyramid
 from pyramidsd.accept import DIVERGENCES, Rule
 from pyramidsd.models.table import TableModel
@@ -66,24 +66,24 @@ def test_walk_takes_every_branch_once():
 # Exact pyramids. Oracle: tokens drawn one by one from the target's table.
 
 LOSSLESS = [
-    # vocabulary, n, windows, lowest first
-    (3, 4, []),
-    (3, 3, [1]),
-    (3, 3, [2]),
-    (3, 3, [5]),
-    (2, 5, [2]),
-    (3, 3, [1, 2]),
-    (3, 3, [5, 5]),
-    (2, 4, [1, 3]),
-    (2, 4, [2, 2]),
-    (2, 4, [4, 2]),
-    (2, 4, [1, 2, 3]),
+    # vocabulary, zeros in the laws, n, windows, lowest first
+    (3, False, 4, []),
+    (3, False, 3, [1]),
+    (3, False, 3, [2]),
+    (2, False, 4, [2]),
+    (3, True, 3, [5]),
+    (3, True, 4, [2]),
+    (3, False, 3, [1, 2]),
+    (3, False, 3, [5, 5]),
+    (3, True, 3, [5, 2]),
+    (2, False, 4, [1, 2]),
+    (2, False, 4, [2, 2]),
+    (2, False, 4, [1, 2, 3]),
 ]
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
-@pytest.mark.parametrize(("vocab_size", "n", "windows"), LOSSLESS)
-def test_lossless_levels_have_the_target_law(vocab_size: int, n: int, windows: list[int], zeros: bool):
+@pytest.mark.parametrize(("vocab_size", "zeros", "n", "windows"), LOSSLESS)
+def test_lossless_levels_have_the_target_law(vocab_size: int, zeros: bool, n: int, windows: list[int]):
     count = len(windows) + 1
     top = pyramid(tables(count, vocab_size, zeros), num_draft_tokens=windows)
     branches = drafts(top, [0], n)
@@ -124,14 +124,23 @@ def test_only_the_drafter_stops():
     assert distance(exact_law(top, [0], 3), chain_law(target_law(2), [0], 3)) < EXACT
 
 
-@pytest.mark.parametrize("rules", [[Match()], [Match(), Lossless()], [Lossless(), Match()], [Match(), Match()]])
-def test_match_keeps_the_target_law(rules: list[Rule]):
-    count, n = len(rules) + 1, 3 if len(rules) == 1 else 4
-    vocab_size = 3 if len(rules) == 1 else 2
-    top = pyramid(tables(count, vocab_size), rules, [1, 2][: len(rules)])
+MATCH = [
+    # vocabulary, zeros in the laws, n, rules
+    (3, False, 2, [Match()]),
+    (3, True, 3, [Match()]),
+    (3, True, 3, [Match(), Lossless()]),
+    (3, True, 3, [Lossless(), Match()]),
+    (3, True, 3, [Match(), Match()]),
+]
+
+
+@pytest.mark.parametrize(("vocab_size", "zeros", "n", "rules"), MATCH)
+def test_match_keeps_the_target_law(vocab_size: int, zeros: bool, n: int, rules: list[Rule]):
+    count = len(rules) + 1
+    top = pyramid(tables(count, vocab_size, zeros), rules, [1, 2][-len(rules) :])
     branches = drafts(top, [0], n)
     assert_every_boundary_worked(branches)
-    assert distance(law_of(branches), chain_law(target_law(count, vocab_size), [0], n)) < EXACT
+    assert distance(law_of(branches), chain_law(target_law(count, vocab_size, zeros), [0], n)) < EXACT
     assert export_error(branches, vocab_size) < EXACT
 
 
@@ -139,11 +148,11 @@ def test_temperature_sharpens_the_law():
     """Oracle: the table's law to the power 1 / temperature."""
 
     def sharp(context: list[int]) -> list[float]:
-        weights = [p ** (1 / 0.4) for p in target_law(3)(context)]
+        weights = [p ** (1 / 0.4) for p in target_law(3, 2)(context)]
         return [w / sum(weights) for w in weights]
 
-    top = pyramid(tables(3), num_draft_tokens=[1, 2], sampling=Sampling(temperature=0.4))
-    assert distance(exact_law(top, [0], 3), chain_law(sharp, [0], 3)) < EXACT
+    top = pyramid(tables(3, 2), num_draft_tokens=[1, 2], sampling=Sampling(temperature=0.4))
+    assert distance(exact_law(top, [0], 4), chain_law(sharp, [0], 4)) < EXACT
 
 
 @pytest.mark.parametrize("rule", [Lossless(), Match(), Lenient(0.5)])
@@ -160,14 +169,14 @@ def test_temperature_zero_is_the_target_argmax(windows: list[int], rule: Rule):
 def test_a_drafter_may_know_fewer_tokens():
     draft, target = TableModel(2, random_law(0, 2)), TableModel(3, random_law(1))
     for rule in (Lossless(), Match()):
-        branches = drafts(Level(target, Level(draft), rule), [0, 2], 3)
+        branches = drafts(Level(target, Level(draft), rule), [0, 2], 2)
         assert_every_boundary_worked(branches)
-        assert distance(law_of(branches), chain_law(target_law(2), [0, 2], 3)) < EXACT
+        assert distance(law_of(branches), chain_law(target_law(2), [0, 2], 2)) < EXACT
 
 
 # Lossy levels. Oracles: the exact law of the level itself, and the target's table above it.
 
-DRAFT, VERIFIER, TARGET = 51, 52, 53  # seeds for which THRESHOLDS are chosen
+DRAFT, VERIFIER, TARGET = 51, 52, 57  # the seeds for which THRESHOLDS are chosen
 
 
 def lossy_level(rule: Rule, vocab_size: int) -> Level:
@@ -241,9 +250,11 @@ class Reports:
 
     def draft(self, context: list[int], n: int, rng: Randomness) -> Draft:
         draft = self.drafter.draft(context, n, rng)
+        if not draft.tokens:
+            return draft
         rows = [self.law(context + draft.tokens[:i]) for i in range(len(draft))]
-        probs = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), -1)
-        return replace(draft, laws=Laws(probs.log(), probs)) if rows else draft
+        probs = torch.tensor(rows, dtype=torch.float64)
+        return replace(draft, laws=Laws(probs.log(), probs))
 
 
 @dataclass(frozen=True)
