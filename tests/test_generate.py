@@ -181,6 +181,15 @@ def test_text_is_not_held_longer_than_a_character_needs() -> None:
     assert TextStream(tokenizer).push(tokens) == ["a", "", "", "日", "b", "c"]
 
 
+@pytest.mark.parametrize("name", ["llama2", "gemma"])
+@pytest.mark.parametrize("run", [["<0xC3>", "</s>", "<0xA9>"], ["<0x41>", "<unk>", "<0x80>"]], ids=["é", "no text"])
+def test_a_special_token_does_not_end_a_run_of_bytes(name: str, run: list[str]) -> None:
+    """Decoding leaves it out, and reads the bytes around it as one run, valid as a whole or not at all."""
+    tokenizer = TOKENIZERS[name]()
+    tokens = tokenizer.convert_tokens_to_ids([*run, "a"])
+    assert streamed(TextStream(tokenizer), [tokens]) == (decoded(tokenizer, tokens), len(tokens))
+
+
 @on_every_tokenizer
 def test_a_stop_string_cuts_where_it_begins(name: str) -> None:
     """The stop string is taken out of the text itself, so it may begin and end anywhere in a token."""
@@ -452,3 +461,10 @@ def test_what_just_fits_is_answered() -> None:
         model.max_context = 8 + len(script)
     answer = check_answer(list(generate(pyramid(levels), tokenizer, prompt, len(script))))
     assert answer == (decoded(tokenizer, script), script, "length")
+
+
+def test_one_stop_string_needs_no_list() -> None:
+    tokenizer = llama2()
+    script = tokenizer.convert_tokens_to_ids(["▁the", "<0x0A>", "▁the"])
+    streams = [generate(speaker(tokenizer, script), tokenizer, PROMPT, 3, stop=stop) for stop in ("\n", ["\n"])]
+    assert [check_answer(list(chunks)) for chunks in streams] == [("the", script, "stop")] * 2

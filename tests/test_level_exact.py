@@ -117,6 +117,17 @@ def test_nothing_follows_a_stop_token(windows: list[int]):
     assert export_error(branches, 3) < EXACT
 
 
+def test_what_was_drafted_after_an_accepted_stop_token_does_not_count():
+    """A lookup knows no stop tokens: it proposes 1 2 0 1, and the verifier stops at 2."""
+    prompt, stop = [0, 1, 2, 0], frozenset({2})
+    top = Level(tables(1)[0], PromptLookup(), num_draft_tokens=4, stop_tokens=stop)
+    assert distance(exact_law(top, prompt, 3), chain_law(target_law(1), prompt, 3, stop)) < EXACT
+
+    draft = replace(top, rule=Fuzzy(math.inf)).draft(prompt, 9, Rng())
+    assert draft.tokens == [1, 2]
+    assert draft.stats[-1] == Stats(proposed=2, accepted=2, forwards=1)
+
+
 def test_only_the_drafter_stops():
     """A drafter that ends its draft at a token the target does not stop at leaves the target's law as it is."""
     draft, target = tables(2)
@@ -380,6 +391,16 @@ def test_origin_of_a_replacement_is_the_level_that_replaced():
     assert out.origin == [1, 2, 1, 2, 2]
     assert (out.stats[1].accepted, out.stats[1].replaced) == (0, 2)
     assert out.stats[2] == Stats(proposed=4, accepted=2, replaced=2, bonus=1, forwards=3)
+
+
+def test_a_used_pyramid_answers_as_a_fresh_one():
+    """No context, whatever was asked before, leaves anything behind in a cache."""
+    used = pyramid(tables(3), num_draft_tokens=[2, 4])
+    for seed, context in enumerate([[0, 1, 2, 0, 1], [0, 2, 2, 0, 1], [0, 2], [0, 2, 2, 1, 1, 0, 0], [1]]):
+        fresh = pyramid(tables(3), num_draft_tokens=[2, 4]).draft(context, 12, Rng(seed))
+        again = used.draft(context, 12, Rng(seed))
+        assert again.tokens == fresh.tokens
+        assert torch.equal(again.laws.probs, fresh.laws.probs)
 
 
 # Bad models and bad stacks.

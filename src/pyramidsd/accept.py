@@ -187,9 +187,8 @@ def _head_and_rest(log_p: Tensor, log_q: Tensor, top_k: int) -> tuple[Tensor, Te
     head = log_p.topk(top_k).indices
 
     def lumped(log_row: Tensor) -> Tensor:
-        kept = log_row.expand_as(log_p).gather(-1, head)
-        rest = (1 - kept.exp().sum(-1, keepdim=True)).clamp_min(0)
-        return torch.cat([kept, rest.log()], -1)
+        rest = log_row.scatter(-1, head, -torch.inf).logsumexp(-1, keepdim=True)  # 1 - the head would only be rounding
+        return torch.cat([log_row.gather(-1, head), rest], -1)
 
     return lumped(log_p), lumped(log_q)
 

@@ -69,7 +69,7 @@ def generate(
     prompt: str | Sequence[Message],
     max_new_tokens: int = 256,
     seed: int = 0,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
 ) -> Iterator[Chunk]:
     """Answer a prompt, one chunk per pass of the target.
 
@@ -79,18 +79,19 @@ def generate(
         prompt: text to continue, or chat messages, which go through the tokenizer's chat template.
         max_new_tokens: an upper bound, at least 1.
         seed: the same seed gives the same answer on the same machine.
-        stop: the answer ends before the first of these strings, wherever it begins or ends.
+        stop: the answer ends before this string, or the first of these to be completed, wherever it lies.
 
     Raises:
         UsageError: before any work, for bad settings, an empty prompt, or one that does not fit a model's context.
     """
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if "" in stop:
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if "" in stops:
         raise UsageError("a stop string must not be empty")
     context = encode(tokenizer, prompt)
     _check_room(top, len(context), max_new_tokens)
-    return _stream(top, TextStream(tokenizer, stop), context, max_new_tokens, Rng(seed))
+    return _stream(top, TextStream(tokenizer, stops), context, max_new_tokens, Rng(seed))
 
 
 def encode(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> list[int]:
@@ -139,12 +140,10 @@ def _stream(top: Level, text: TextStream, context: list[int], budget: int, rng: 
         used = len(pieces)
         context = context + draft.tokens[:used]
         budget -= used
-        if text.stopped or top.stop_tokens.intersection(draft.tokens[:used]):
-            finish_reason = "stop"
-        elif budget == 0:
-            finish_reason = "length"
-        if finish_reason:
+        ended = text.stopped or bool(top.stop_tokens.intersection(draft.tokens[:used]))
+        if ended or budget == 0:
             pieces[-1] += text.finish()
+            finish_reason = "stop" if ended or text.stopped else "length"
         deviation = draft.deviation[:used].tolist()
         yield Chunk(draft.tokens[:used], pieces, draft.origin[:used], deviation, finish_reason, stats)
 
@@ -163,6 +162,7 @@ class TextStream:
         self._tokens: list[int] = []
         self._from, self._to = 0, 0  # tokens[from:to] is the last piece that was decoded, kept for its neighbours
         self._held = ""  # decoded text that may be the beginning of a stop string
+        self._in_bytes = False
         self.stopped = False
 
     def push(self, tokens: Sequence[int]) -> list[str]:
@@ -184,10 +184,13 @@ class TextStream:
         return text if self.stopped else text + held
 
     def _inside_character(self, token: int) -> bool:
-        # A run of byte tokens is decoded as a whole, so nothing is certain before it ends.
+        # A run of byte tokens is decoded as a whole, so nothing is certain before it ends; tokens that decode to
+        # nothing, such as special ones, are skipped and do not end it.
         if re.fullmatch("<0x[0-9A-F]{2}>", self._tokenizer.convert_ids_to_tokens(token) or ""):
-            return True
-        return self._text(self._tokens[self._from :]).endswith("\ufffd")
+            self._in_bytes = True
+        elif self._text([token]):
+            self._in_bytes = False
+        return self._in_bytes or self._text(self._tokens[self._from :]).endswith("\ufffd")
 
     def _decoded(self) -> str:
         before = self._text(self._tokens[self._from : self._to])

@@ -71,12 +71,15 @@ class CachedModel(Model):
             if keep < len(self._seen):
                 self._rollback(len(self._seen) - keep)
             rows = self._forward(context[keep:], n)
+            self._seen = context[:]
         except BaseException:  # an interrupt may leave some layers ahead of others
-            self._seen = []
-            self._reset()
+            self._forget()
             raise
-        self._seen = context[:]
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+    def _forget(self) -> None:
+        self._seen = []
+        self._reset()
 
     @abstractmethod
     def _forward(self, tokens: list[int], n: int) -> Tensor:

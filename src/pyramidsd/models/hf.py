@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Mapping
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -30,7 +31,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 class TransformersModel(CachedModel):
-    """A decoder-only transformers causal LM as a `Model`. The model and its config are left as they are.
+    """A decoder-only transformers causal LM as a `Model`. Its weights and its config are left as they are; it is put
+    into evaluation mode.
 
     The cache keeps every key and value also for sliding-window layers, whose window is then made by the mask:
     any number of tokens can be taken back.
@@ -52,6 +54,7 @@ class TransformersModel(CachedModel):
         self.vocab_size = config.vocab_size
         self.max_context = getattr(config, "max_position_embeddings", None)
         self.stop_tokens = frozenset(_stop_tokens(model, tokenizer))
+        self._turning_point = _turning_point(config)
         accepted = inspect.signature(model.forward).parameters
         self._cache_keyword = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5.24
         self._can_limit_rows = "logits_to_keep" in accepted
@@ -63,6 +66,16 @@ class TransformersModel(CachedModel):
         if self.tokenizer is None:
             return None
         return {token_id: token for token, token_id in self.tokenizer.get_vocab().items()}
+
+    def logits(self, context: list[int], n: int) -> Tensor:
+        """As `CachedModel.logits`. Where a long context turns all keys by other angles (LongRoPE), prefixes on both
+        sides of the turning point are asked for apart, and nothing cached is carried over it."""
+        short = min(max(self._turning_point - (len(context) - n), 0), n)
+        if 0 < short < n:
+            return torch.cat([self.logits(context[: self._turning_point], short), self.logits(context, n - short)])
+        if (len(self._seen) > self._turning_point) != (len(context) > self._turning_point):
+            self._forget()
+        return super().logits(context, n)
 
     def _refuse_unless_it_remembers(self) -> None:
         """Two tokens in, one taken back: a model that keeps no cache would answer as if new tokens were all."""
@@ -117,6 +130,18 @@ def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
         getattr(tokenizer, "eos_token_id", None),
     ]
     return {token for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
+
+
+def _turning_point(config: Any) -> int:
+    """The longest context under a LongRoPE model's short angles."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_kind = [value for value in parameters.values() if isinstance(value, dict)]
+    turns = [
+        rope["original_max_position_embeddings"]
+        for rope in per_layer_kind or [parameters]
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(turns, default=sys.maxsize)
 
 
 def load_model(
