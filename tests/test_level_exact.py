@@ -327,7 +327,7 @@ stacks = st.integers(0, 3).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(stack=stacks, n=st.integers(0, 20), seed=st.integers(0, 99), stop=st.frozensets(st.integers(0, 2), max_size=1))
 def test_lengths_and_counters(stack: tuple[list[int], list[Rule]], n: int, seed: int, stop: frozenset[int]):
     windows, rules = stack
@@ -348,7 +348,7 @@ def test_lengths_and_counters(stack: tuple[list[int], list[Rule]], n: int, seed:
             assert stats.proposed == below.emitted
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(stack=stacks, seed=st.integers(0, 99))
 def test_a_round_verifies_exactly_its_window(stack: tuple[list[int], list[Rule]], seed: int):
     windows, rules = stack

@@ -150,7 +150,7 @@ def rng_that_draws(uniform: float) -> Rng:
     return rng
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     weights=st.lists(st.just(0.0) | st.floats(1e-9, 1), min_size=1, max_size=8).filter(any),
     uniform=st.sampled_from([0.0, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True),
