@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from pyramidsd.cli import main
 from pyramidsd.config import METHODS, PyramidConfig
-from pyramidsd.types import UsageError
 
 
 def save(folder: Path, letters: str = "abcdefghijklmnopqrstuvwxyz ", **changes) -> Path:
@@ -67,6 +66,10 @@ BAD_VALUES = {
     "unknown dtype": (["--dtype", "int3"], "float32"),
     "unknown device": (["--device", "abacus"], "choose one of auto"),
     "too many layers": (["--qualifier", "layers:9"], "from 1 to 3"),
+    "layers with no plain number": (["--qualifier", "layers:²"], "layers:N"),
+    "no name": (["--draft", ""], "the name of a model is empty"),
+    "colder than float32": (["--temperature", "1e-320"], "at least 1e-05"),
+    "empty stop string": (["--stop", ""], "must not be empty"),
     "layers without a number": (["--qualifier", "layers:some"], "layers:N"),
     "no such draft": (["--draft", "./nowhere"], "there is no folder"),
     "unknown option": (["--speed", "9"], "--help"),
@@ -95,12 +98,16 @@ def test_a_prompt_longer_than_the_context(model, capsys):
 
 
 def test_damaged_or_missing_files(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("no model")
     gguf = tmp_path / "cut.gguf"
     gguf.write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(5))
     for target, cure in {
         str(tmp_path / "nowhere"): "there is no folder",
         str(tmp_path / "nowhere.gguf"): "there is no file",
         truncated(tmp_path / "cut"): "check that it is a whole safetensors or GGUF model",
+        "": "the name of a model is empty",
+        str(text): "is a file, but not GGUF",
         str(gguf): "check that it is a whole safetensors or GGUF model",
     }.items():
         assert cure in refusal(capsys, "generate", "a", "--target", target)
@@ -122,7 +129,8 @@ BAD_CONFIGS = {
     ),
     "not TOML": ("models = [", "is not TOML"),
     "no models": ('method = "plain"', "at least one model"),
-    "too few windows": ('method = "sd"\nmodels = ["x", "y"]', "2 models need 1 num_draft_tokens"),
+    "too few windows": ('models = ["x", "y", "z"]\nnum_draft_tokens = [4]', "3 models need 2 num_draft_tokens, got 1"),
+    "no target": ('models = ["prompt-lookup"]', "prompt-lookup cannot be the target"),
     "sampling is no table": ('models = ["x"]\nsampling = 3', "must be a table"),
 }
 
@@ -207,8 +215,22 @@ def test_models_lists_what_is_usable(capsys):
     assert "cpu" in listed["devices"]
 
 
-def test_a_target_cannot_be_a_lookup():
-    from pyramidsd.config import load_models
+def test_input_that_is_no_text(model, capsys):
+    assert "not valid UTF-8" in refusal(capsys, "generate", "a\udcff", "--target", model)
 
-    with pytest.raises(UsageError, match="cannot be the target"):
-        load_models(PyramidConfig("plain", ("prompt-lookup",)))
+
+def test_a_cache_folder_that_cannot_be_made(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "make room there, or choose another cache folder" in refusal(capsys, "models", "--fetch", "smollm2-135m")
+
+
+def test_nothing_asked(capsys):
+    assert refusal(capsys).startswith("pyramidsd: the following arguments are required: VERB;")
+
+
+def test_a_config_has_defaults(tmp_path):
+    path = tmp_path / "pyramid.toml"
+    path.write_text('models = ["a", "b", "c", "d"]')
+    read = PyramidConfig.load(path)
+    assert (read.num_draft_tokens, read.thresholds) == ((5, 15, 45), (0.3, 0.3, 0.2))

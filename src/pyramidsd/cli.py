@@ -36,15 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"pyramidsd {__version__}")
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of those below; each has its own --help")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(words[:1])
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below; the verbs draw their own
     tool = import_module(f"pyramidsd.tools.{args.verb}")
     verb_parser = Parser(prog=f"pyramidsd {args.verb}", description=tool.__doc__)
     tool.add_arguments(verb_parser)
     try:
-        status: int = tool.run(verb_parser.parse_args(args.arguments))
+        status: int = tool.run(verb_parser.parse_args(words[1:]))
     except UsageError as error:
         print(f"pyramidsd {args.verb}: {error}", file=sys.stderr)  # noqa: T201  the one line a user reads
         return 2

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyramidsd.accept import Fuzzy, Lossless, Match, Rule
 from pyramidsd.drafters import PromptLookup
-from pyramidsd.level import Level, pyramid
+from pyramidsd.level import Level, default_windows, pyramid
 from pyramidsd.models.base import Model
 from pyramidsd.sampling import Sampling
 from pyramidsd.types import Drafter, UsageError
@@ -67,6 +67,11 @@ METHODS = {
 }
 
 
+def default_thresholds(boundaries: int) -> tuple[float, ...]:
+    """0.2 at the highest boundary, 0.3 at those below."""
+    return (*[0.3] * (boundaries - 1), 0.2)[:boundaries]
+
+
 @dataclass(frozen=True, slots=True)
 class PyramidConfig:
     """Everything that makes a pyramid, models and numbers lowest level first.
@@ -96,6 +101,8 @@ class PyramidConfig:
             raise UsageError(f"unknown method {self.method!r}; choose one of {', '.join(METHODS)}")
         if not self.models:
             raise UsageError("a pyramid needs at least one model: give models, lowest first")
+        if self.models[-1] == PROMPT_LOOKUP or self.models[-1].startswith(FIRST_LAYERS):
+            raise UsageError(f"{self.models[-1]} cannot be the target; name a model last")
         needed = METHODS[self.method].num_levels
         if len(self.models) < needed:
             lacking = "a draft" if needed == 2 else "a qualifier"
@@ -119,7 +126,8 @@ class PyramidConfig:
 
     @staticmethod
     def load(path: Path) -> PyramidConfig:
-        """Read the TOML form: the attributes as keys, `sampling` as a table.
+        """Read the TOML form: the attributes as keys, `sampling` as a table. What is left out has its default: windows
+        of 5, 15, 45 ... tokens, a threshold of 0.2 at the top and 0.3 below, greedy sampling.
 
         Raises:
             UsageError: no such file, not TOML, an unknown key, or a value of the wrong kind.
@@ -132,6 +140,9 @@ class PyramidConfig:
             raise UsageError(f"{path} is not TOML: {error}") from error
         sampling = table.pop("sampling", {})
         values = _checked(PyramidConfig, table, str(path))
+        boundaries = len(values.get("models", ())) - 1
+        values.setdefault("num_draft_tokens", default_windows(boundaries))
+        values.setdefault("thresholds", default_thresholds(boundaries))
         return PyramidConfig(**values, sampling=Sampling(**_checked(Sampling, sampling, f"{path}, [sampling]")))
 
 
@@ -176,8 +187,6 @@ def load_models(config: PyramidConfig) -> list[Model | Drafter]:
         UsageError: one of them cannot be loaded.
     """
     *lower, name = METHODS[config.method].pick(config.models)
-    if name == PROMPT_LOOKUP or name.startswith(FIRST_LAYERS):
-        raise UsageError(f"{name} cannot be the target; name a model")
     target = _load(name, config)
     return [*(_lower_model(name, target, config) for name in lower), target]
 
@@ -190,7 +199,7 @@ def _lower_model(name: str, target: TransformersModel, config: PyramidConfig) ->
     if not name.startswith(FIRST_LAYERS):
         return _load(name, config)
     count = name.removeprefix(FIRST_LAYERS)
-    if not count.isdigit():
+    if not (count.isascii() and count.isdigit()):
         raise UsageError(f"{name!r} must be {FIRST_LAYERS}N with a whole number N, such as {FIRST_LAYERS}12")
     return first_layers(target, int(count))
 

@@ -84,22 +84,35 @@ def generate(
     Raises:
         UsageError: before any work, for bad settings, an empty prompt, or one that does not fit a model's context.
     """
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     stops = [stop] if isinstance(stop, str) else list(stop)
-    if "" in stops:
-        raise UsageError("a stop string must not be empty")
+    check_limits(max_new_tokens, stops)
     context = encode(tokenizer, prompt)
     _check_room(top, len(context), max_new_tokens)
     return _stream(top, TextStream(tokenizer, stops), context, max_new_tokens, Rng(seed))
+
+
+def check_limits(max_new_tokens: int, stop: Sequence[str]) -> None:
+    """What can be refused before any model is loaded.
+
+    Raises:
+        UsageError: fewer than 1 new token, or an empty stop string.
+    """
+    if max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if "" in stop:
+        raise UsageError("a stop string must not be empty")
 
 
 def encode(tokenizer: Tokenizer, prompt: str | Sequence[Message]) -> list[int]:
     """The token ids of a text or a chat.
 
     Raises:
-        UsageError: nothing to continue, or a chat for a tokenizer without a chat template.
+        UsageError: nothing to continue, text that is no Unicode, or a chat for a tokenizer without a chat template.
     """
+    try:
+        "".join([prompt] if isinstance(prompt, str) else [message.get("content", "") for message in prompt]).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("the prompt is not valid UTF-8; convert it first") from error
     if isinstance(prompt, str):
         if not prompt:
             raise UsageError("the prompt is empty; give at least one character")

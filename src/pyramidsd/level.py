@@ -100,6 +100,11 @@ class Level:
         )
 
 
+def default_windows(boundaries: int) -> tuple[int, ...]:
+    """5 tokens at the lowest boundary and three times more at each further one."""
+    return tuple(5 * 3**i for i in range(boundaries))
+
+
 def pyramid(
     models: Sequence[Model | Drafter],
     rules: Sequence[Rule] | None = None,
@@ -112,8 +117,7 @@ def pyramid(
     Args:
         models: the first may be a drafter without a model, such as `PromptLookup()`.
         rules: one per boundary, lowest first; `Lossless` everywhere unless given.
-        num_draft_tokens: one window per boundary, lowest first; 5 for the lowest and three times more for each
-            further one unless given.
+        num_draft_tokens: one window per boundary, lowest first; 5, 15, 45 ... unless given.
         sampling: used by every level.
         stop_tokens: the target's own unless given.
 
@@ -127,7 +131,7 @@ def pyramid(
         raise UsageError("the last entry must be a model: it is the target")
     boundaries = len(lower)
     rules = [Lossless()] * boundaries if rules is None else rules
-    windows = [5 * 3**i for i in range(boundaries)] if num_draft_tokens is None else num_draft_tokens
+    windows = default_windows(boundaries) if num_draft_tokens is None else num_draft_tokens
     for name, given in (("rules", rules), ("num_draft_tokens", windows)):
         if len(given) != boundaries:
             raise UsageError(f"{len(models)} models have {boundaries} boundaries, but {name} has {len(given)} entries")

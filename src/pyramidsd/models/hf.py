@@ -188,6 +188,10 @@ def _located(name: str, gguf_file: str | None) -> tuple[str, str | None]:
         if not path.is_file():
             raise UsageError(f"there is no file {path}; check the path")
         return str(path.parent), path.name
+    if not name:
+        raise UsageError("the name of a model is empty; give a folder, a GGUF file, or a name on the hub")
+    if path.is_file():
+        raise UsageError(f"{path} is a file, but not GGUF; give the folder of a model, or a .gguf file")
     if path.is_dir():
         if gguf_file is None and not (path / "config.json").is_file():
             raise UsageError(f"{path} holds no config.json; give the folder of a transformers model, or a GGUF file")

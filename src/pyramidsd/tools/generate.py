@@ -14,8 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from pyramidsd.accept import DIVERGENCES
-from pyramidsd.config import EMBEDDED_PYRAMID, METHODS, PROMPT_LOOKUP, PyramidConfig, load_models, stack
-from pyramidsd.generate import Chunk, generate
+from pyramidsd.config import (
+    EMBEDDED_PYRAMID,
+    METHODS,
+    PROMPT_LOOKUP,
+    PyramidConfig,
+    default_thresholds,
+    load_models,
+    stack,
+)
+from pyramidsd.generate import Chunk, check_limits, generate
+from pyramidsd.level import default_windows
 from pyramidsd.models.hf import quiet
 from pyramidsd.tools.meter import Clock, measured
 from pyramidsd.tools.terminal import busy, err, out
@@ -23,8 +32,6 @@ from pyramidsd.types import UsageError
 
 Number = TypeVar("Number", int, float)
 
-WINDOWS = (5, 15)
-THRESHOLDS = (0.3, 0.2)
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 COLOURS = ("green", "yellow", "cyan", "magenta", "blue")
 
@@ -59,8 +66,8 @@ def add_pyramid_arguments(parser: argparse.ArgumentParser) -> None:
     pyramid.add_argument("--top-k", type=int, metavar="N", help="0, the default, is off")
     pyramid.add_argument("--top-p", type=float, metavar="P", help="1, the default, is off")
     pyramid.add_argument("--min-p", type=float, metavar="P", help="0, the default, is off")
-    pyramid.add_argument("--dtype", metavar="NAME", help="auto (default), float32, bfloat16, float16")
-    pyramid.add_argument("--device", metavar="NAME", help="auto (default), cpu, cuda, mps")
+    pyramid.add_argument("--dtype", metavar="NAME", help="auto (default), float32, bfloat16, float16, float64")
+    pyramid.add_argument("--device", metavar="NAME", help="auto (default), cpu, cuda, mps, or a numbered one as cuda:1")
 
 
 def configured(args: argparse.Namespace) -> PyramidConfig:
@@ -73,11 +80,11 @@ def configured(args: argparse.Namespace) -> PyramidConfig:
     models = _named_models(args, base)
     boundaries = len(models) - 1
     fits = boundaries == len(base.models) - 1
-    windows = base.num_draft_tokens if fits else WINDOWS[:boundaries]
-    thresholds = base.thresholds if fits else THRESHOLDS[-boundaries:]
+    windows = base.num_draft_tokens if fits else default_windows(boundaries)
+    thresholds = base.thresholds if fits else default_thresholds(boundaries)
     default_method = base.method if args.config else {1: "plain", 2: "sd"}.get(len(models), "psd")
     return PyramidConfig(
-        method=args.method or default_method,
+        method=default_method if args.method is None else args.method,
         models=models,
         num_draft_tokens=_with_ends(windows, args.draft_tokens, args.qualifier_tokens if boundaries > 1 else None),
         thresholds=_with_ends(thresholds, args.tau_q if boundaries > 1 else None, args.tau_t),
@@ -94,18 +101,19 @@ def configured(args: argparse.Namespace) -> PyramidConfig:
 def _base(args: argparse.Namespace) -> PyramidConfig:
     if args.config:
         return PyramidConfig.load(args.config)
-    if args.target:  # the embedded qualifier belongs to the embedded target
-        return PyramidConfig("sd", (PROMPT_LOOKUP, args.target), WINDOWS[:1], THRESHOLDS[-1:])
+    if args.target is not None:  # the embedded qualifier belongs to the embedded target
+        return PyramidConfig("sd", (PROMPT_LOOKUP, args.target), default_windows(1), default_thresholds(1))
     return EMBEDDED_PYRAMID
 
 
 def _named_models(args: argparse.Namespace, base: PyramidConfig) -> tuple[str, ...]:
     *lower, target = base.models
-    if (args.draft or args.qualifier) and len(lower) > 2:
+    if (args.draft, args.qualifier) != (None, None) and len(lower) > 2:
         raise UsageError(f"the pyramid has {len(base.models)} levels; name its models in the config file")
-    draft = [args.draft] if args.draft else lower[:1]
-    qualifier = [args.qualifier] if args.qualifier else lower[1:]
-    return (*(draft or [PROMPT_LOOKUP] * len(qualifier)), *qualifier, args.target or target)
+    draft = lower[:1] if args.draft is None else [args.draft]
+    qualifier = lower[1:] if args.qualifier is None else [args.qualifier]
+    top = target if args.target is None else args.target
+    return (*(draft or [PROMPT_LOOKUP] * len(qualifier)), *qualifier, top)
 
 
 def _with_ends(values: Sequence[Number], first: Number | None, last: Number | None) -> tuple[Number, ...]:
@@ -155,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise UsageError("the prompt is empty; give at least one character")
+    check_limits(args.max_new_tokens, args.stop)
     config = configured(args)
     with busy("Loading " + ", ".join(METHODS[config.method].pick(config.models))):
         models = load_models(config)
