@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -39,7 +38,6 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(words[:1])
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below; the verbs draw their own
     tool = import_module(f"pyramidsd.tools.{args.verb}")
     verb_parser = Parser(prog=f"pyramidsd {args.verb}", description=tool.__doc__)
     tool.add_arguments(verb_parser)

@@ -6,12 +6,14 @@ import copy
 import inspect
 import sys
 from collections.abc import Mapping
+from functools import partialmethod
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -221,6 +223,7 @@ def quiet() -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     getLogger("huggingface_hub").setLevel(ERROR)
+    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # the GGUF reader's bar has no other switch
 
 
 def resolve_device(device: str) -> torch.device:
