@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from pyramidsd.cli import main
 from pyramidsd.config import METHODS, PyramidConfig
+from pyramidsd.generate import Chunk
+from pyramidsd.tools.generate import _print_chunk
 
 
 def save(folder: Path, letters: str = "abcdefghijklmnopqrstuvwxyz ", **changes) -> Path:
@@ -56,6 +58,7 @@ BAD_VALUES = {
     "unknown method": (["--method", "psdx"], "choose one of plain, sd"),
     "tau above the range": (["--qualifier", "layers:2", "--tau-q", "0.9"], "from 0 to 0.6931"),
     "tau below the range": (["--qualifier", "layers:2", "--tau-t", "-0.1"], "from 0 to 0.6931"),
+    "tau of no use to the method": (["--method", "sd", "--tau-t", "9"], "from 0 to 0.6931"),
     "tau not a number": (["--tau-t", "much"], "--tau-t"),
     "unknown divergence": (["--method", "fsd", "--divergence", "hellinger"], "choose one of js"),
     "no qualifier": (["--method", "psd"], "name a qualifier"),
@@ -234,3 +237,9 @@ def test_a_config_has_defaults(tmp_path):
     path.write_text('models = ["a", "b", "c", "d"]')
     read = PyramidConfig.load(path)
     assert (read.num_draft_tokens, read.thresholds) == ((5, 15, 45), (0.3, 0.3, 0.2))
+
+
+def test_streamed_text_is_printed_as_it_is(capsys):
+    pieces = ["a\tb\r", ":smile: [bold]", " \x0c\n"]
+    _print_chunk(Chunk([1, 2, 3], pieces, [0, 1, 2], [0.0] * 3, None, ()))
+    assert capsys.readouterr().out == "".join(pieces)

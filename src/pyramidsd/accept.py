@@ -84,7 +84,7 @@ class Match:
 
     def __call__(self, p: Laws, q: Laws) -> tuple[Tensor, Tensor]:
         """`accept` and `residual`."""
-        return p.probs.expand_as(p.probs + q.probs), _normalised(p.probs * (1 - q.probs), fallback=p.probs)
+        return p.probs.expand_as(p.probs + q.probs), _normalised(p.probs * (1 - q.probs).clamp_min(0), fallback=p.probs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,14 +114,10 @@ class PyramidConfig:
                 raise UsageError(f"{len(self.models)} models need {len(self.models) - 1} {name}, got {len(given)}")
         if any(window < 1 for window in self.num_draft_tokens):
             raise UsageError(f"a window must hold at least 1 token, got {list(self.num_draft_tokens)}")
-        self.rules()
+        METHODS["psd-f"].rules(self.thresholds, self.divergence)  # uses, and so checks, every threshold
 
     def rules(self) -> list[Rule]:
-        """The rules of the method, one per boundary it uses.
-
-        Raises:
-            UsageError: a threshold is outside the range of the divergence.
-        """
+        """The rules of the method, one per boundary it uses."""
         return METHODS[self.method].rules(self.thresholds, self.divergence)
 
     @staticmethod

@@ -152,6 +152,8 @@ def pyramid(
 
 def _fitted(model: Model, target: Model) -> Model:
     """`model` over the target's vocabulary; refused where an id does not mean the same to both."""
+    if model is target:
+        return model
     own, wanted = model.vocabulary(), target.vocabulary()
     if own is not None and wanted is not None:
         for token_id in sorted(own.keys() & wanted.keys()):

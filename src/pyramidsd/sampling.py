@@ -107,7 +107,7 @@ class Rng:
 
     def choice(self, probs: Tensor) -> int:
         """An index drawn from the law `probs` [V] by inverting its distribution function."""
-        cumulative = probs.double().cumsum(0)
+        cumulative = probs.cpu().double().cumsum(0)
         total = float(cumulative[-1])
         if not 0 < total < float("inf"):
             raise NumberError(

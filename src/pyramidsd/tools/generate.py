@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -172,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         answers.append(_answer(args, replace(config, method="plain"), models, prompt, show=False))
     if args.json:
         report = answers[0].report() | {answer.config.method: answer.report() for answer in answers[1:]}
-        out.print(json.dumps(report), markup=False)
+        print(json.dumps(report))  # noqa: T201  as it is: a console would read emoji codes into it
     else:
         err.print(_table(answers))
     return 0
@@ -183,11 +185,12 @@ def _answer(args: argparse.Namespace, config: PyramidConfig, models: Sequence[An
     chat = [{"role": "user", "content": prompt}]
     request = prompt if args.raw or not tokenizer.chat_template else chat
     chunks: list[Chunk] = []
+    top = stack(config, models)
     with (
         busy(f"Answering with {config.method}", args.max_new_tokens, shown=not show) as advance,
         measured(models) as clock,
     ):
-        for chunk in generate(stack(config, models), tokenizer, request, args.max_new_tokens, args.seed, args.stop):
+        for chunk in generate(top, tokenizer, request, args.max_new_tokens, args.seed, args.stop):
             chunks.append(chunk)
             advance(len(chunk.token_ids))
             if show:
@@ -199,7 +202,8 @@ def _answer(args: argparse.Namespace, config: PyramidConfig, models: Sequence[An
 
 def _print_chunk(chunk: Chunk) -> None:
     for piece, level in zip(chunk.pieces, chunk.origin, strict=True):
-        out.print(Text(piece, style=COLOURS[level % len(COLOURS)]), end="")
+        segment = Segment(piece, Style.parse(COLOURS[level % len(COLOURS)]))  # a Text would lose tabs and returns
+        out.print(Segments([segment]), end="")
 
 
 def _table(answers: Sequence[Answer]) -> Table:

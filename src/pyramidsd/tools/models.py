@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     devices += ["cuda"] if torch.cuda.is_available() else []
     devices += ["mps"] if torch.backends.mps.is_available() else []
     if args.json:
-        out.print(json.dumps({"models": rows, "devices": devices}), markup=False)
+        print(json.dumps({"models": rows, "devices": devices}))  # noqa: T201
         return 0
     table = Table("model", "what it is", "state")
     for row in rows:
