@@ -17,6 +17,7 @@ from pyramidsd.cli import main
 from pyramidsd.config import METHODS, PyramidConfig
 from pyramidsd.generate import Chunk
 from pyramidsd.tools.generate import _print_chunk
+from pyramidsd.types import Laws
 
 
 def save(folder: Path, letters: str = "abcdefghijklmnopqrstuvwxyz ", **changes) -> Path:
@@ -241,5 +242,5 @@ def test_a_config_has_defaults(tmp_path):
 
 def test_streamed_text_is_printed_as_it_is(capsys):
     pieces = ["a\tb\r", ":smile: [bold]", " \x0c\n"]
-    _print_chunk(Chunk([1, 2, 3], pieces, [0, 1, 2], [0.0] * 3, None, ()))
+    _print_chunk(Chunk([1, 2, 3], pieces, [0, 1, 2], [0.0] * 3, Laws.empty(), None, ()))
     assert capsys.readouterr().out == "".join(pieces)

@@ -125,7 +125,7 @@ def test_what_was_drafted_after_an_accepted_stop_token_does_not_count():
 
     draft = replace(top, rule=Fuzzy(math.inf)).draft(prompt, 9, Rng())
     assert draft.tokens == [1, 2]
-    assert draft.stats[-1] == Stats(proposed=2, accepted=2, forwards=1)
+    assert draft.stats[-1] == Stats.of_round(proposed=2, accepted=2, replaced=0, bonus=0)
 
 
 def test_only_the_drafter_stops():
@@ -376,8 +376,8 @@ def test_origin_is_the_level_that_first_proposed_the_token():
     assert draft.origin == [0, 0, 1, 1, 2, 0, 1, 2]
     assert draft.stats == (
         Stats(bonus=3, forwards=3),
-        Stats(proposed=3, accepted=3, bonus=3, forwards=3),
-        Stats(proposed=6, accepted=6, bonus=2, forwards=2),
+        Stats((2, 1), (2, 1), bonus=3, forwards=3),
+        Stats((2, 2, 1, 1), (2, 2, 1, 1), bonus=2, forwards=2),
     )
 
 
@@ -390,7 +390,7 @@ def test_origin_of_a_replacement_is_the_level_that_replaced():
     assert out.tokens == [1, 2, 1, 2, 1]
     assert out.origin == [1, 2, 1, 2, 2]
     assert (out.stats[1].accepted, out.stats[1].replaced) == (0, 2)
-    assert out.stats[2] == Stats(proposed=4, accepted=2, replaced=2, bonus=1, forwards=3)
+    assert out.stats[2] == Stats((2, 2), (2, 0), replaced=2, bonus=1, forwards=3)
 
 
 def test_a_used_pyramid_answers_as_a_fresh_one():

@@ -12,6 +12,7 @@ from pyramidsd.types import NumberError, UsageError
 
 VERBS = {
     "generate": "answer a prompt",
+    "bench": "measure speed, acceptance and deviation against baselines",
     "models": "list what is usable here; fetch the embedded target",
 }
 

@@ -182,28 +182,45 @@ def load_models(config: PyramidConfig) -> list[Model | Drafter]:
     Raises:
         UsageError: one of them cannot be loaded.
     """
-    *lower, name = METHODS[config.method].pick(config.models)
-    target = _load(name, config)
-    return [*(_lower_model(name, target, config) for name in lower), target]
+    return next(iter(load_all([config])))
 
 
-def _lower_model(name: str, target: TransformersModel, config: PyramidConfig) -> Model | Drafter:
+def load_all(configs: Sequence[PyramidConfig]) -> list[list[Model | Drafter]]:
+    """The models that each of the methods uses, lowest first. What several configs name is loaded once.
+
+    Raises:
+        UsageError: one of them cannot be loaded.
+    """
+    loaded: dict[tuple[str, ...], Any] = {}
+
+    def get(name: str, target: str, config: PyramidConfig) -> Any:
+        within = target if name.startswith(FIRST_LAYERS) else ""
+        key = (name, within, config.dtype, config.device)
+        if key not in loaded:
+            loaded[key] = _layers(name, get(target, target, config)) if within else _load(name, config)
+        return loaded[key]
+
+    return [
+        [get(name, config.models[-1], config) for name in METHODS[config.method].pick(config.models)]
+        for config in configs
+    ]
+
+
+def _layers(name: str, target: TransformersModel) -> TransformersModel:
     from pyramidsd.models.hf import first_layers
 
-    if name == PROMPT_LOOKUP:
-        return PromptLookup()
-    if not name.startswith(FIRST_LAYERS):
-        return _load(name, config)
     count = name.removeprefix(FIRST_LAYERS)
     if not (count.isascii() and count.isdigit()):
         raise UsageError(f"{name!r} must be {FIRST_LAYERS}N with a whole number N, such as {FIRST_LAYERS}12")
     return first_layers(target, int(count))
 
 
-def _load(name: str, config: PyramidConfig) -> TransformersModel:
+def _load(name: str, config: PyramidConfig) -> Model | Drafter:
     from pyramidsd.models.embedded import EMBEDDED, folder, is_fetched
     from pyramidsd.models.hf import load_model
 
+    if name == PROMPT_LOOKUP:
+        return PromptLookup()
     if name not in EMBEDDED:
         return load_model(name, config.dtype, config.device)
     if not is_fetched(name):

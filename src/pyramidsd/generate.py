@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pyramidsd.level import Level
 from pyramidsd.sampling import Rng
-from pyramidsd.types import Drafter, Stats, UsageError, add_stats
+from pyramidsd.types import Drafter, Laws, Stats, UsageError, add_stats
 
 Message = Mapping[str, str]
 """One chat message: `role` and `content`."""
@@ -46,6 +46,7 @@ class Chunk:
         pieces: for each token the text that became certain with it, often empty inside a character.
         origin: for each token the index of the level that first proposed it, lowest level 0.
         deviation: for each token the total variation between its law and the target's, 0 where it is exact.
+        laws: for each token the target's raw row and the law it was really drawn from.
         finish_reason: on the last chunk `stop` (a stop token or a stop string) or `length`; None before.
         stats: counters of the whole answer so far, one entry per level, lowest first.
     """
@@ -54,6 +55,7 @@ class Chunk:
     pieces: list[str]
     origin: list[int]
     deviation: list[float]
+    laws: Laws
     finish_reason: str | None
     stats: tuple[Stats, ...]
 
@@ -158,7 +160,9 @@ def _stream(top: Level, text: TextStream, context: list[int], budget: int, rng: 
             pieces[-1] += text.finish()
             finish_reason = "stop" if ended or text.stopped else "length"
         deviation = draft.deviation[:used].tolist()
-        yield Chunk(draft.tokens[:used], pieces, draft.origin[:used], deviation, finish_reason, stats)
+        yield Chunk(
+            draft.tokens[:used], pieces, draft.origin[:used], deviation, draft.laws[:used], finish_reason, stats
+        )
 
 
 class TextStream:

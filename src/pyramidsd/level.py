@@ -84,12 +84,11 @@ class Level:
             tokens, size = [*tokens, rng.choice(residual[kept] if kept < k else laws.probs[k])], kept + 1
 
         law = torch.cat([emitted_law(q.probs[:size], accept[:size], residual[:size]), laws.probs[k:size]])
-        own = Stats(
+        own = Stats.of_round(
             proposed=kept if stopped else k,
             accepted=kept,
             replaced=int(not stopped and kept < k),
             bonus=int(not stopped and kept == k),
-            forwards=1,
         )
         return Draft(
             tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -84,27 +85,43 @@ class Stats:
     """Counters of one level. They add up with `+`.
 
     Attributes:
-        proposed: drafted tokens that were verified (those after an accepted stop token are not).
-        accepted: drafted tokens that were kept.
+        proposed_at: entry i counts the rounds whose draft had a token at position i that was verified (those after an
+            accepted stop token are not).
+        accepted_at: entry i counts the rounds that kept it; as long as `proposed_at`.
         replaced: tokens drawn from the residual at a rejection.
         bonus: tokens added after a draft that was kept whole; plain decoding has only these.
         forwards: passes of the model, one per round.
     """
 
-    proposed: int = 0
-    accepted: int = 0
+    proposed_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
     replaced: int = 0
     bonus: int = 0
     forwards: int = 0
 
+    @staticmethod
+    def of_round(proposed: int, accepted: int, replaced: int, bonus: int) -> Stats:
+        """The counters of one pass that verified `proposed` tokens and kept the first `accepted`."""
+        return Stats((1,) * proposed, (1,) * accepted + (0,) * (proposed - accepted), replaced, bonus, 1)
+
     def __add__(self, other: Stats) -> Stats:
         return Stats(
-            self.proposed + other.proposed,
-            self.accepted + other.accepted,
+            _sums(self.proposed_at, other.proposed_at),
+            _sums(self.accepted_at, other.accepted_at),
             self.replaced + other.replaced,
             self.bonus + other.bonus,
             self.forwards + other.forwards,
         )
+
+    @property
+    def proposed(self) -> int:
+        """Drafted tokens that were verified."""
+        return sum(self.proposed_at)
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were kept."""
+        return sum(self.accepted_at)
 
     @property
     def emitted(self) -> int:
@@ -122,11 +139,13 @@ class Stats:
         return self.emitted / self.forwards if self.forwards else 0.0
 
 
+def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+
+
 def add_stats(a: Sequence[Stats], b: Sequence[Stats]) -> tuple[Stats, ...]:
     """Level by level sum; a missing entry counts as zero."""
-    size = max(len(a), len(b))
-    zeros = (Stats(),) * size
-    return tuple(x + y for x, y in zip((*a, *zeros)[:size], (*b, *zeros)[:size], strict=True))
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=Stats()))
 
 
 @dataclass(frozen=True, slots=True)

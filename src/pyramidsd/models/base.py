@@ -73,11 +73,12 @@ class CachedModel(Model):
             rows = self._forward(context[keep:], n)
             self._seen = context[:]
         except BaseException:  # an interrupt may leave some layers ahead of others
-            self._forget()
+            self.forget()
             raise
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the cache, so that the next context is read from its beginning."""
         self._seen = []
         self._reset()
 

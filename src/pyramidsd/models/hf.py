@@ -76,7 +76,7 @@ class TransformersModel(CachedModel):
         if 0 < short < n:
             return torch.cat([self.logits(context[: self._turning_point], short), self.logits(context, n - short)])
         if (len(self._seen) > self._turning_point) != (len(context) > self._turning_point):
-            self._forget()
+            self.forget()
         return super().logits(context, n)
 
     def _refuse_unless_it_remembers(self) -> None:

@@ -1,9 +1,9 @@
-"""Measuring from outside: the share of the time that is spent in model forwards."""
+"""Measuring from outside: where the time goes, model by model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,42 +13,50 @@ import torch
 
 @dataclass
 class Clock:
-    """Seconds since it was started, and the seconds of them inside forwards."""
+    """Seconds of a block, and of the forwards of each model in it.
 
-    started: float = 0.0
+    Attributes:
+        seconds: of the whole block.
+        forward_seconds, forwards: one entry per model, in the order given; 0 for a drafter without a model.
+    """
+
+    forward_seconds: list[float]
+    forwards: list[int]
     seconds: float = 0.0
-    forward_seconds: float = 0.0
 
     @property
     def overhead(self) -> float:
         """The share of the time outside model forwards, in [0, 1]."""
-        return 1 - self.forward_seconds / self.seconds if self.seconds else 0.0
+        return 1 - sum(self.forward_seconds) / self.seconds if self.seconds else 0.0
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def now() -> float:
+    """Seconds, once everything asked of the accelerator is done."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 @contextmanager
-def measured(models: Iterable[Any]) -> Iterator[Clock]:
+def measured(models: Sequence[Any]) -> Iterator[Clock]:
     """A clock over the block, with a stopwatch around every forward of the torch modules behind `models`."""
-    clock = Clock()
+    clock = Clock([0.0] * len(models), [0] * len(models))
+    started = [0.0] * len(models)
 
-    def before(*_: object) -> None:
-        clock.started = _now()
+    def before(i: int) -> None:
+        started[i] = now()
 
-    def after(*_: object) -> None:
-        clock.forward_seconds += _now() - clock.started
+    def after(i: int) -> None:
+        clock.forward_seconds[i] += now() - started[i]
+        clock.forwards[i] += 1
 
     with ExitStack() as hooks:
-        for module in (getattr(model, "model", None) for model in models):
+        for i, module in enumerate(getattr(model, "model", None) for model in models):
             if isinstance(module, torch.nn.Module):
-                hooks.enter_context(module.register_forward_pre_hook(before))
-                hooks.enter_context(module.register_forward_hook(after))
-        begun = _now()
+                hooks.enter_context(module.register_forward_pre_hook(lambda *_, i=i: before(i)))
+                hooks.enter_context(module.register_forward_hook(lambda *_, i=i: after(i)))
+        begun = now()
         try:
             yield clock
         finally:
-            clock.seconds = _now() - begun
+            clock.seconds = now() - begun

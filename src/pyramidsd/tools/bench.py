@@ -1,0 +1,234 @@
+"""Measure speed, acceptance and deviation: methods x settings x prompts, interleaved, with plain decoding beside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from pyramidsd.config import METHODS, PyramidConfig
+from pyramidsd.generate import check_limits
+from pyramidsd.models.hf import quiet
+from pyramidsd.tools.contest import PEER_WINDOWS, PEERS, Contest, Setting
+from pyramidsd.tools.options import add_pyramid_arguments, configured, fitted_numbers, with_numbers
+from pyramidsd.tools.prompts import Prompt, digest, read_prompts
+from pyramidsd.tools.records import Record
+from pyramidsd.tools.summary import rows, speed
+from pyramidsd.tools.terminal import busy, out
+from pyramidsd.types import UsageError
+
+WARM_UP_TOKENS = 8
+TUNING_TOKENS = 48
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this verb."""
+    peers = "; ".join(f"{name}: {about}" for name, about in PEERS.items())
+    parser.add_argument(
+        "--methods",
+        metavar="A,B,...",
+        help=f"any of {', '.join(METHODS)}, and of {peers}. Default: plain, and the method of the pyramid",
+    )
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="grids of settings in TOML; see the manual")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="what is asked; see the manual")
+    parser.add_argument("--limit", type=int, metavar="N", help="so many of the prompts, evenly spread; default all")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per turn; default 128")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often everything is asked; default 3")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="keep every answer (JSONL), and take up a stopped run"
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON document only")
+    add_pyramid_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is not in the record yet, then print a table and one JSON document."""
+    quiet()
+    check_limits(args.max_new_tokens, ())
+    if args.rounds < 1:
+        raise UsageError(f"rounds must be at least 1, got {args.rounds}")
+    settings = _settings(args)
+    prompts = read_prompts(args.prompts, args.limit)
+    with busy("Loading models"):
+        contest = Contest(settings)
+    record = Record(
+        args.record,
+        {
+            "verb": "bench",
+            "prompts": {"file": args.prompts.name, "count": len(prompts), "digest": digest(prompts)},
+            "max_new_tokens": args.max_new_tokens,
+            "seed": args.seed,
+            "dtype": str(contest.target.model.dtype).removeprefix("torch."),
+            "settings": [setting.line() | {"megabytes": contest.megabytes(setting)} for setting in settings],
+        },
+    )
+    measure(contest, settings, prompts, args, record)
+    table = rows(record.of_kind("run")[-1]["settings"], record.of_kind("answer"))
+    if not args.json:
+        out.print(_table(table))
+    print(json.dumps({"rows": table}))  # noqa: T201  as it is: a console would wrap it
+    return 0
+
+
+def measure(
+    contest: Contest, settings: Sequence[Setting], prompts: Sequence[Prompt], args: argparse.Namespace, record: Record
+) -> None:
+    """Ask every setting every prompt in every round, and add each answer to the record. Settings take turns, and
+    another one begins each time, so that no drift of the machine favours any."""
+    done = {(line["setting"], line["prompt"], line["round"]) for line in record.of_kind("answer")}
+    jobs = [
+        (setting, prompt, round_)
+        for round_ in range(args.rounds)
+        for i, prompt in enumerate(prompts)
+        for setting in _rotated(settings, round_ * len(prompts) + i)
+        if (setting.name, prompt.id, round_) not in done
+    ]
+    if not jobs:
+        return
+    tuned = {setting: _tuned(contest, setting, prompts, args, record) for setting in settings}
+    with busy("Warming up", len(settings)) as advance:
+        for setting in settings:
+            contest.reply(tuned[setting], prompts[0], min(WARM_UP_TOKENS, args.max_new_tokens), args.seed)
+            advance(1)
+    with busy("Measuring", len(jobs)) as advance:
+        for setting, prompt, round_ in jobs:
+            seed = args.seed + round_
+            reply = contest.reply(tuned[setting], prompt, args.max_new_tokens, seed)
+            record.add(
+                "answer", {"setting": setting.name, "prompt": prompt.id, "round": round_, "seed": seed, **reply.line()}
+            )
+            advance(1)
+
+
+def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
+    start = by % len(settings)
+    return [*settings[start:], *settings[:start]]
+
+
+def _tuned(
+    contest: Contest, setting: Setting, prompts: Sequence[Prompt], args: argparse.Namespace, record: Record
+) -> Setting:
+    """A peer with the window that answers the first prompt fastest; other settings as they are."""
+    if setting.method not in ("hf-assisted", "hf-prompt-lookup"):
+        return setting
+    known = [line for line in record.of_kind("tuned") if line["setting"] == setting.name]
+    if not known:
+        tokens = min(TUNING_TOKENS, args.max_new_tokens)
+        with busy(f"Tuning {setting.name}", len(PEER_WINDOWS)) as advance:
+            speeds = {}
+            for window in PEER_WINDOWS:
+                trial = replace(setting, num_assistant_tokens=window)
+                line = contest.reply(trial, prompts[0], tokens, args.seed).line()
+                speeds[window] = speed(line)
+                advance(1)
+        best = max(speeds, key=speeds.__getitem__)
+        known = [
+            record.add("tuned", {"setting": setting.name, "num_assistant_tokens": best, "tokens_per_second": speeds})
+        ]
+    return replace(setting, num_assistant_tokens=known[-1]["num_assistant_tokens"])
+
+
+def _settings(args: argparse.Namespace) -> list[Setting]:
+    """What the options and the recipe ask for, each setting once.
+
+    Raises:
+        UsageError: an unknown method or a recipe that cannot be read.
+    """
+    base = configured(args)
+    methods = args.methods.split(",") if args.methods else []
+    asked = [Setting.of(method.strip(), base) for method in methods]
+    if args.recipe is not None:
+        asked += recipe(args.recipe, base)
+    if not asked:
+        asked = [Setting.of(method, base) for method in dict.fromkeys(["plain", base.method])]
+    settings: dict[str, Setting] = {}
+    for setting in asked:
+        first = settings.setdefault(setting.name, setting)
+        if first.models != setting.models:
+            raise UsageError(f"two settings would both be called {setting.name!r}; give their models other names")
+    return list(settings.values())
+
+
+_RECIPE = {
+    "methods": str,
+    "models": str,
+    "draft_tokens": int,
+    "qualifier_tokens": int,
+    "tau_q": float,
+    "tau_t": float,
+    "divergence": str,
+}
+
+
+def recipe(path: Path, base: PyramidConfig) -> list[Setting]:
+    """The settings of a recipe: every `[[run]]` is a grid, whose lists are crossed with each other.
+
+    Raises:
+        UsageError: the file cannot be read, is not TOML, or has a key or a value that does not belong there.
+    """
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    runs = document.pop("run", None)
+    if document or not isinstance(runs, list) or not runs:
+        raise UsageError(f"{path} must hold [[run]] tables and nothing else")
+    return [setting for number, run in enumerate(runs, 1) for setting in _grid(f"{path}, run {number}", run, base)]
+
+
+def _grid(where: str, run: Mapping[str, Any], base: PyramidConfig) -> Iterator[Setting]:
+    for key, values in run.items():
+        if key not in _RECIPE:
+            raise UsageError(f"{where}: unknown key {key!r}; known are {', '.join(_RECIPE)}")
+        kinds = (int, float) if _RECIPE[key] is float else (_RECIPE[key],)
+        if not (isinstance(values, list) and values and all(type(value) in kinds for value in values)):
+            raise UsageError(f"{where}: {key} must be a list of {_RECIPE[key].__name__} values, got {values!r}")
+    if "methods" not in run:
+        raise UsageError(f"{where}: methods are missing")
+    models = tuple(run.get("models", base.models))
+    grid = {key: values for key, values in run.items() if key != "models"}
+    for values in product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        config = with_numbers(
+            replace(
+                base,
+                models=models,
+                **fitted_numbers(base, len(models) - 1),
+                divergence=chosen.get("divergence", base.divergence),
+            ),
+            **{key: chosen.get(key) for key in ("draft_tokens", "qualifier_tokens", "tau_q", "tau_t")},
+        )
+        yield Setting.of(chosen["methods"], config)
+
+
+def _table(rows_: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(
+        "setting", "tokens/s", "quartiles", "over plain", "paired, 95 %", "per pass", "acceptance", "deviation"
+    )
+    for row in rows_:
+        table.add_row(
+            Text(row["setting"]),
+            f"{row['tokens_per_second']:.2f}",
+            "{:.2f} to {:.2f}".format(*row["quartiles"]),
+            "-" if row["speedup_over_plain"] is None else f"{row['speedup_over_plain']:.2f}",
+            "too few" if row["interval"] is None else "{:.2f} to {:.2f}".format(*row["interval"]),
+            f"{row['tokens_per_target_pass']:.2f}",
+            " ".join(f"{share:.2f}" for share in row["acceptance"]) or "-",
+            "-" if row["deviation"] is None else f"{row['deviation']:.3f}",
+        )
+    table.caption = (
+        "over plain: mean tokens/s over that of plain decoding; paired: interval of the median ratio of answers to the "
+        "same prompt; per pass: tokens per pass of the target"
+    )
+    return table
