@@ -4,42 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from pyramidsd.config import METHODS, PyramidConfig
 from pyramidsd.generate import check_limits
 from pyramidsd.models.hf import quiet
-from pyramidsd.tools.contest import PEER_WINDOWS, PEERS, Contest, Setting
-from pyramidsd.tools.options import add_pyramid_arguments, configured, fitted_numbers, with_numbers
-from pyramidsd.tools.prompts import Prompt, digest, read_prompts
+from pyramidsd.tools.contest import PEER_WINDOWS, Contest, Setting
+from pyramidsd.tools.prompts import Prompt, add_prompt_arguments, prompt_facts, prompts_from
+from pyramidsd.tools.recipes import add_setting_arguments, settings_from
 from pyramidsd.tools.records import Record
 from pyramidsd.tools.summary import rows, speed
 from pyramidsd.tools.terminal import busy, out
 from pyramidsd.types import UsageError
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 4
 TUNING_TOKENS = 48
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this verb."""
-    peers = "; ".join(f"{name}: {about}" for name, about in PEERS.items())
-    parser.add_argument(
-        "--methods",
-        metavar="A,B,...",
-        help=f"any of {', '.join(METHODS)}, and of {peers}. Default: plain, and the method of the pyramid",
-    )
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="grids of settings in TOML; see the manual")
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="what is asked; see the manual")
-    parser.add_argument("--limit", type=int, metavar="N", help="so many of the prompts, evenly spread; default all")
+    add_prompt_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per turn; default 128")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="how often everything is asked; default 3")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
@@ -47,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record", type=Path, metavar="FILE", help="keep every answer (JSONL), and take up a stopped run"
     )
     parser.add_argument("--json", action="store_true", help="print the JSON document only")
-    add_pyramid_arguments(parser)
+    add_setting_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,15 +45,15 @@ def run(args: argparse.Namespace) -> int:
     check_limits(args.max_new_tokens, ())
     if args.rounds < 1:
         raise UsageError(f"rounds must be at least 1, got {args.rounds}")
-    settings = _settings(args)
-    prompts = read_prompts(args.prompts, args.limit)
+    settings = settings_from(args)
+    prompts = prompts_from(args)
     with busy("Loading models"):
         contest = Contest(settings)
     record = Record(
         args.record,
         {
             "verb": "bench",
-            "prompts": {"file": args.prompts.name, "count": len(prompts), "digest": digest(prompts)},
+            "prompts": prompt_facts(args, prompts),
             "max_new_tokens": args.max_new_tokens,
             "seed": args.seed,
             "dtype": str(contest.target.model.dtype).removeprefix("torch."),
@@ -135,81 +124,6 @@ def _tuned(
             record.add("tuned", {"setting": setting.name, "num_assistant_tokens": best, "tokens_per_second": speeds})
         ]
     return replace(setting, num_assistant_tokens=known[-1]["num_assistant_tokens"])
-
-
-def _settings(args: argparse.Namespace) -> list[Setting]:
-    """What the options and the recipe ask for, each setting once.
-
-    Raises:
-        UsageError: an unknown method or a recipe that cannot be read.
-    """
-    base = configured(args)
-    methods = args.methods.split(",") if args.methods else []
-    asked = [Setting.of(method.strip(), base) for method in methods]
-    if args.recipe is not None:
-        asked += recipe(args.recipe, base)
-    if not asked:
-        asked = [Setting.of(method, base) for method in dict.fromkeys(["plain", base.method])]
-    settings: dict[str, Setting] = {}
-    for setting in asked:
-        first = settings.setdefault(setting.name, setting)
-        if first.models != setting.models:
-            raise UsageError(f"two settings would both be called {setting.name!r}; give their models other names")
-    return list(settings.values())
-
-
-_RECIPE = {
-    "methods": str,
-    "models": str,
-    "draft_tokens": int,
-    "qualifier_tokens": int,
-    "tau_q": float,
-    "tau_t": float,
-    "divergence": str,
-}
-
-
-def recipe(path: Path, base: PyramidConfig) -> list[Setting]:
-    """The settings of a recipe: every `[[run]]` is a grid, whose lists are crossed with each other.
-
-    Raises:
-        UsageError: the file cannot be read, is not TOML, or has a key or a value that does not belong there.
-    """
-    try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not TOML: {error}") from error
-    runs = document.pop("run", None)
-    if document or not isinstance(runs, list) or not runs:
-        raise UsageError(f"{path} must hold [[run]] tables and nothing else")
-    return [setting for number, run in enumerate(runs, 1) for setting in _grid(f"{path}, run {number}", run, base)]
-
-
-def _grid(where: str, run: Mapping[str, Any], base: PyramidConfig) -> Iterator[Setting]:
-    for key, values in run.items():
-        if key not in _RECIPE:
-            raise UsageError(f"{where}: unknown key {key!r}; known are {', '.join(_RECIPE)}")
-        kinds = (int, float) if _RECIPE[key] is float else (_RECIPE[key],)
-        if not (isinstance(values, list) and values and all(type(value) in kinds for value in values)):
-            raise UsageError(f"{where}: {key} must be a list of {_RECIPE[key].__name__} values, got {values!r}")
-    if "methods" not in run:
-        raise UsageError(f"{where}: methods are missing")
-    models = tuple(run.get("models", base.models))
-    grid = {key: values for key, values in run.items() if key != "models"}
-    for values in product(*grid.values()):
-        chosen = dict(zip(grid, values, strict=True))
-        config = with_numbers(
-            replace(
-                base,
-                models=models,
-                **fitted_numbers(base, len(models) - 1),
-                divergence=chosen.get("divergence", base.divergence),
-            ),
-            **{key: chosen.get(key) for key in ("draft_tokens", "qualifier_tokens", "tau_q", "tau_t")},
-        )
-        yield Setting.of(chosen["methods"], config)
 
 
 def _table(rows_: Sequence[Mapping[str, Any]]) -> Table:

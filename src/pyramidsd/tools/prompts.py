@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +165,37 @@ def _problem(name: str, item: Item) -> str | None:
     return None
 
 
-def digest(prompts: Sequence[Prompt]) -> str:
-    """A short hash of what is asked, so that a record is taken up with the same prompts only."""
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `prompts_from` reads."""
+    parser.add_argument(
+        "--prompts", type=Path, required=True, nargs="+", metavar="FILE", help="what is asked; formats: see the manual"
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="so many prompts of each file, evenly spread; default all"
+    )
+
+
+def prompts_from(args: argparse.Namespace) -> list[Prompt]:
+    """The prompts of all files, in turn where there are several.
+
+    Raises:
+        UsageError: as `read_prompts`, or two files use one id.
+    """
+    columns = [read_prompts(path, args.limit) for path in args.prompts]
+    prompts = [prompt for row in zip_longest(*columns) for prompt in row if prompt is not None]
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise UsageError(f"two prompt files use the id {prompt.id}; give their lines ids, or run the files apart")
+        seen.add(prompt.id)
+    return prompts
+
+
+def prompt_facts(args: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What a record says about them; the digest sees to it that a record is taken up with the same prompts only."""
     asked = json.dumps([[p.id, list(map(dict, p.messages)), list(p.followups)] for p in prompts], sort_keys=True)
-    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+    return {
+        "files": [path.name for path in args.prompts],
+        "count": len(prompts),
+        "digest": hashlib.sha256(asked.encode()).hexdigest()[:16],
+    }
