@@ -114,7 +114,8 @@ class Reply:
         texts: one answer per turn.
         chunks: of all turns; a peer gives one per turn, with tokens and text only.
         stats: counters of all turns, one entry per level, lowest first; none for a peer.
-        clock: over all turns, one entry per model of the setting.
+        clock: over all turns, one entry per model of the setting. A record has `passes`: for each model the widths of
+            its forwards in tokens, how many there were, and their seconds.
     """
 
     texts: list[str]
@@ -131,8 +132,10 @@ class Reply:
             "deviation": [round(value, 6) for chunk in self.chunks for value in chunk.deviation],
             "finish_reason": self.chunks[-1].finish_reason,
             "seconds": round(self.clock.seconds, 6),
-            "forward_seconds": [round(seconds, 6) for seconds in self.clock.forward_seconds],
-            "forwards": self.clock.forwards,
+            "passes": [
+                [[width, count, round(seconds, 6)] for width, (count, seconds) in sorted(model.widths.items())]
+                for model in self.clock.passes
+            ],
             "stats": [asdict(level) for level in self.stats],
         }
 

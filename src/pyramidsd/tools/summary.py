@@ -77,8 +77,8 @@ def _row(setting: Line, answers: Sequence[Line], plain: Sequence[Line]) -> dict[
     deviation = [value for answer in answers for value in answer["deviation"]]
     stats = stats_of(answers)
     low, middle, high = quartiles(speeds)
-    forward_seconds = [sum(column) for column in zip(*(answer["forward_seconds"] for answer in answers), strict=True)]
-    target_passes = sum(answer["forwards"][-1] for answer in answers)
+    forward_seconds = [sum(total for _, _, total in widths) for widths in passes_of(answers)]
+    forwards = [sum(count for _, count, _ in widths) for widths in passes_of(answers)]
     return {
         "method": setting["method"],
         "setting": setting["name"],
@@ -91,7 +91,7 @@ def _row(setting: Line, answers: Sequence[Line], plain: Sequence[Line]) -> dict[
         "quartiles": [low, high],
         "mean_tokens_per_second": fmean(speeds),
         **_against(answers, plain),
-        "tokens_per_target_pass": tokens / target_passes,
+        "tokens_per_target_pass": tokens / forwards[-1],
         "acceptance": [level.acceptance for level in stats[1:]],
         "acceptance_at": [_shares(level) for level in stats[1:]],
         "deviation": fmean(deviation) if deviation else None,
@@ -99,15 +99,19 @@ def _row(setting: Line, answers: Sequence[Line], plain: Sequence[Line]) -> dict[
         "overhead": 1 - sum(forward_seconds) / seconds,
         "forward_share": [value / seconds for value in forward_seconds],
         "seconds_per_forward": [
-            value / count if count else None
-            for value, count in zip(forward_seconds, _column_sums(answers, "forwards"), strict=True)
+            value / count if count else None for value, count in zip(forward_seconds, forwards, strict=True)
         ],
         "megabytes": setting.get("megabytes"),
     }
 
 
-def _column_sums(answers: Sequence[Line], key: str) -> list[float]:
-    return [sum(column) for column in zip(*(answer[key] for answer in answers), strict=True)]
+def passes_of(answers: Sequence[Line]) -> list[list[tuple[int, int, float]]]:
+    """For each model, lowest first, all its (width in tokens, forwards, seconds) in some answers."""
+    return [[(*entry,) for widths in column for entry in widths] for column in _columns(answers, "passes")]
+
+
+def _columns(answers: Sequence[Line], key: str) -> list[Any]:
+    return list(zip(*(answer[key] for answer in answers), strict=True))
 
 
 def _shares(level: Stats) -> list[float]:
