@@ -94,6 +94,7 @@ def _grid(where: str, run: Mapping[str, Any], base: PyramidConfig) -> Iterator[S
         config = with_numbers(
             replace(
                 base,
+                method="plain",  # any number of models will do, until the method is chosen
                 models=models,
                 **fitted_numbers(base, len(models) - 1),
                 divergence=chosen.get("divergence", base.divergence),
