@@ -13,6 +13,8 @@ from pyramidsd.types import NumberError, UsageError
 VERBS = {
     "generate": "answer a prompt",
     "bench": "measure speed, acceptance and deviation against baselines",
+    "tune": "find the fastest pyramid for your prompts at a quality you choose",
+    "plan": "predict the speed of a chain of models before any download",
     "models": "list what is usable here; fetch the embedded target",
 }
 

@@ -182,28 +182,26 @@ def load_models(config: PyramidConfig) -> list[Model | Drafter]:
     Raises:
         UsageError: one of them cannot be loaded.
     """
-    return next(iter(load_all([config])))
+    return Loader().models(config)
 
 
-def load_all(configs: Sequence[PyramidConfig]) -> list[list[Model | Drafter]]:
-    """The models that each of the methods uses, lowest first. What several configs name is loaded once.
+class Loader:
+    """Loads models, and keeps them: what several configs name is loaded once."""
 
-    Raises:
-        UsageError: one of them cannot be loaded.
-    """
-    loaded: dict[tuple[str, ...], Any] = {}
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[str, ...], Any] = {}
 
-    def get(name: str, target: str, config: PyramidConfig) -> Any:
+    def models(self, config: PyramidConfig) -> list[Model | Drafter]:
+        """As `load_models`."""
+        return [self._get(name, config) for name in METHODS[config.method].pick(config.models)]
+
+    def _get(self, name: str, config: PyramidConfig) -> Any:
+        target = config.models[-1]
         within = target if name.startswith(FIRST_LAYERS) else ""
         key = (name, within, config.dtype, config.device)
-        if key not in loaded:
-            loaded[key] = _layers(name, get(target, target, config)) if within else _load(name, config)
-        return loaded[key]
-
-    return [
-        [get(name, config.models[-1], config) for name in METHODS[config.method].pick(config.models)]
-        for config in configs
-    ]
+        if key not in self._loaded:
+            self._loaded[key] = _layers(name, self._get(target, config)) if within else _load(name, config)
+        return self._loaded[key]
 
 
 def _layers(name: str, target: TransformersModel) -> TransformersModel:

@@ -12,7 +12,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pyramidsd.generate import check_limits
+from pyramidsd.generate import check_limits, encode
+from pyramidsd.models.base import Model
 from pyramidsd.models.hf import quiet
 from pyramidsd.tools.contest import PEER_WINDOWS, Contest, Setting
 from pyramidsd.tools.prompts import Prompt, add_prompt_arguments, prompt_facts, prompts_from
@@ -20,9 +21,10 @@ from pyramidsd.tools.recipes import add_setting_arguments, settings_from
 from pyramidsd.tools.records import Record
 from pyramidsd.tools.summary import rows, speed
 from pyramidsd.tools.terminal import busy, out
+from pyramidsd.tools.traces import trace
 from pyramidsd.types import UsageError
 
-WARM_UP_TOKENS = 4
+WARM_UP_TOKENS = 2
 TUNING_TOKENS = 48
 
 
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="keep every answer (JSONL), and take up a stopped run"
     )
+    parser.add_argument("--trace", action="store_true", help="record the entropy of every model at every position too")
     parser.add_argument("--json", action="store_true", help="print the JSON document only")
     add_setting_arguments(parser)
 
@@ -61,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     measure(contest, settings, prompts, args, record)
+    if args.trace:
+        _trace(contest, settings, prompts, record)
     table = rows(record.of_kind("run")[-1]["settings"], record.of_kind("answer"))
     if not args.json:
         out.print(_table(table))
@@ -101,6 +106,27 @@ def measure(
 def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
     start = by % len(settings)
     return [*settings[start:], *settings[:start]]
+
+
+def _trace(contest: Contest, settings: Sequence[Setting], prompts: Sequence[Prompt], record: Record) -> None:
+    """One line per prompt: the entropy of every model before each token of the first answer of plain decoding."""
+    of_plain = [setting.name for setting in settings if setting.method in ("plain", "hf-plain")]
+    if not of_plain:
+        raise UsageError("--trace follows the answers of plain decoding; add plain to the methods")
+    longest = max(settings, key=lambda setting: len(setting.models))
+    models = {Path(name).name: model for name, model in zip(longest.models, contest.models(longest), strict=True)}
+    answers = {line["prompt"]: line for line in record.of_kind("answer") if line["setting"] == of_plain[0]}
+    done = {line["prompt"] for line in record.of_kind("trace")}
+    missing = [prompt for prompt in prompts if prompt.id not in done]
+    with busy("Tracing", len(missing)) as advance:
+        for prompt in missing:
+            context = encode(contest.target.tokenizer, contest.request(prompt.messages))
+            line = answers[prompt.id]
+            answer = line["token_ids"][: line["turn_lengths"][0]]
+            found = trace({n: m for n, m in models.items() if isinstance(m, Model)}, contest.target, context, answer)
+            entropy = [[round(value, 4) for value in found.entropy.get(name, [])] for name in models]
+            record.add("trace", {"prompt": prompt.id, "models": list(models), "entropy": entropy})
+            advance(1)
 
 
 def _tuned(

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from pyramidsd.accept import Fuzzy
-from pyramidsd.config import METHODS, PROMPT_LOOKUP, PyramidConfig, load_all, stack
+from pyramidsd.config import METHODS, PROMPT_LOOKUP, Loader, PyramidConfig, stack
 from pyramidsd.generate import Chunk, Message, encode, generate
+from pyramidsd.level import Level
 from pyramidsd.models.base import CachedModel
 from pyramidsd.tools.meter import Clock, measured
 from pyramidsd.tools.prompts import Prompt
@@ -111,21 +112,30 @@ class Reply:
     """What one setting said to one prompt, and what it took.
 
     Attributes:
-        texts: one answer per turn.
-        chunks: of all turns; a peer gives one per turn, with tokens and text only.
+        turns: for each turn its chunks, without laws; a peer gives one chunk with tokens and text only.
         stats: counters of all turns, one entry per level, lowest first; none for a peer.
         clock: over all turns, one entry per model of the setting. A record has `passes`: for each model the widths of
             its forwards in tokens, how many there were, and their seconds.
     """
 
-    texts: list[str]
-    chunks: list[Chunk]
+    turns: list[list[Chunk]]
     stats: tuple[Stats, ...]
     clock: Clock
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Of all turns."""
+        return [chunk for turn in self.turns for chunk in turn]
+
+    @property
+    def texts(self) -> list[str]:
+        """One answer per turn."""
+        return ["".join(chunk.text for chunk in turn) for turn in self.turns]
 
     def line(self) -> dict[str, Any]:
         """What a record says about it."""
         return {
+            "turn_lengths": [sum(len(chunk.token_ids) for chunk in turn) for turn in self.turns],
             "token_ids": [token for chunk in self.chunks for token in chunk.token_ids],
             "pieces": [piece for chunk in self.chunks for piece in chunk.pieces],
             "origin": [level for chunk in self.chunks for level in chunk.origin],
@@ -148,12 +158,28 @@ class Contest:
     """
 
     def __init__(self, settings: Sequence[Setting]) -> None:
-        stacks = load_all([setting.config for setting in settings])
-        self._models = {setting.name: models for setting, models in zip(settings, stacks, strict=True)}
-        self._tops = {setting.name: stack(setting.config, self._models[setting.name]) for setting in settings}
-        self.target: Any = stacks[0][-1]
-        if any(models[-1] is not self.target for models in stacks):
+        self._loader = Loader()
+        self._models: dict[str, list[Any]] = {}
+        self._tops: dict[str, Level] = {}
+        for setting in settings:
+            self.enter(setting)
+
+    @property
+    def target(self) -> Any:
+        """The model that all settings speed up."""
+        return next(iter(self._models.values()))[-1]
+
+    def enter(self, setting: Setting) -> None:
+        """One more setting.
+
+        Raises:
+            UsageError: as for the class.
+        """
+        models = self._loader.models(setting.config)
+        top = stack(setting.config, models)
+        if self._models and models[-1] is not self.target:
             raise UsageError("all settings must have the same target; run the others apart")
+        self._models[setting.name], self._tops[setting.name] = models, top
 
     def models(self, setting: Setting) -> Sequence[Any]:
         """Its models, lowest first."""
@@ -186,22 +212,23 @@ class Contest:
             if isinstance(model, CachedModel):
                 model.forget()
         answer = self._peer if setting.method in PEERS else self._pyramid
-        chat, texts, chunks = list(prompt.messages), [], []
+        chat, turns = list(prompt.messages), []
         stats: tuple[Stats, ...] = ()
         with measured(models) as clock:
             for followup in (*prompt.followups, None):
                 turn = []
-                for chunk in answer(setting, self._request(chat), max_new_tokens, seed):
+                for chunk in answer(setting, self.request(chat), max_new_tokens, seed):
                     watch(chunk)
                     turn.append(replace(chunk, laws=Laws.empty()))
-                texts.append("".join(chunk.text for chunk in turn))
+                turns.append(turn)
                 stats = add_stats(stats, turn[-1].stats)
-                chunks += turn
                 if followup is not None:
-                    chat += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": followup}]
-        return Reply(texts, chunks, stats, clock)
+                    said = "".join(chunk.text for chunk in turn)
+                    chat += [{"role": "assistant", "content": said}, {"role": "user", "content": followup}]
+        return Reply(turns, stats, clock)
 
-    def _request(self, chat: Sequence[Message]) -> str | Sequence[Message]:
+    def request(self, chat: Sequence[Message]) -> str | Sequence[Message]:
+        """A chat as the target's tokenizer takes it."""
         if self.target.tokenizer is None or self.target.tokenizer.chat_template:
             return chat
         return "\n\n".join(message["content"] for message in chat)

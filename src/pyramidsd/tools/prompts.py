@@ -82,9 +82,9 @@ KINDS = {
     "humaneval": Kind(("prompt", "entry_point", "test"), _humaneval, ("test",)),
     "chat": Kind(("messages",), lambda item: item["messages"], ("expected", "answer")),
     "spec-bench": Kind(("turns",), lambda item: _user(item["turns"][0])),
-    "choice": Kind(("choices", "answer"), _choice, ("answer",)),
-    "gsm8k": Kind(("question", "answer"), _gsm8k, ("answer",)),
-    "math": Kind(("prompt", "upstream_answer", "expected"), _gsm8k, ("expected",)),
+    "choice": Kind(("choices", "answer"), _choice, ("answer", "expected")),
+    "gsm8k": Kind(("question", "answer"), _gsm8k, ("answer", "expected")),
+    "math": Kind(("prompt", "upstream_answer", "expected"), _gsm8k, ("expected", "answer")),
     "text": Kind(("prompt",), lambda item: _user(item["prompt"]), ("expected", "answer")),
 }
 
