@@ -40,12 +40,16 @@ TEXTS = ["abcabcabc", "the cat and the hat", "z"]
 FREE = {"layers:2": lambda width: 0.0}
 
 
+def as_prompt(text):
+    return Prompt("1", "text", ({"role": "user", "content": text},))
+
+
 def traced(model, text, tokens=40):
     """A contest over the three models, the prompt, and the trace of plain decoding's answer."""
     config = base(model)
     plain = Setting.of("plain", config)
     contest = Contest([plain, Setting.of("nested", config)])
-    prompt = Prompt("1", "text", ({"role": "user", "content": text},))
+    prompt = as_prompt(text)
     answer = contest.reply(plain, prompt, tokens).line()["token_ids"]
     models = dict(zip(config.models[1:], contest.models(Setting.of("nested", config))[1:], strict=True))
     context = encode(contest.target.tokenizer, text)
@@ -203,7 +207,34 @@ def test_killed_in_the_middle_nothing_is_lost(arguments, tmp_path, capsys):
     assert len(finished) == 30
 
 
+def test_the_quality_can_be_that_of_a_task(arguments, model, tmp_path, capsys):
+    """Half of the answers of plain decoding are right by construction, so the drop is counted against known ones."""
+    contest, _, _ = traced(model, TEXTS[0])
+    said = [contest.reply(Setting.of("plain", base(model)), as_prompt(text), 20).texts[0] for text in TEXTS[:2]]
+    lines = [{"prompt": TEXTS[0], "expected": said[0]}, {"prompt": TEXTS[1], "expected": "something else"}]
+    prompts = tmp_path / "graded.jsonl"
+    prompts.write_text("\n".join(json.dumps(line) for line in lines))
+    graded = [*arguments, "--prompts", str(prompts), "--task", "text", "--max-drop", "1pt", "--json"]
+    assert main(["tune", *graded]) == 0
+    report = json.loads(capsys.readouterr().out)
+    answers = [line for line in read_record(tmp_path / "study.jsonl") if line["kind"] == "answer"]
+    assert [line["correct"] for line in answers if line["setting"] == "plain"] == [True, False]
+    for row in report["rows"]:
+        own = [line["correct"] for line in answers if line["setting"] == row["setting"]]
+        assert row["drop_from_plain"] == pytest.approx(100 * (1 - sum(own)) / 2)
+    assert "points below plain decoding on text" in report["verdict"]
+    best = next(row for row in report["rows"] if row["setting"] == report["best"])
+    assert best["drop_from_plain"] <= 1
+
+
 BAD = {
+    "a task without a limit": (["--task", "text"], "--task and --max-drop belong together"),
+    "a limit without a task": (["--max-drop", "1pt"], "--task and --max-drop belong together"),
+    "a limit that is no number": (["--task", "text", "--max-drop", "little"], "--max-drop"),
+    "a task without answers": (
+        ["--task", "text", "--max-drop", "1"],
+        "cannot be graded as text: it has no expected or answer",
+    ),
     "no deviation": (["--max-deviation", "2"], "max_deviation must lie in [0, 1]"),
     "no trials": (["--trials", "0"], "trials must be at least 1"),
     "no finalists": (["--finalists", "0"], "finalists must be at least 1"),

@@ -13,10 +13,15 @@ from pyramidsd.types import NumberError, UsageError
 VERBS = {
     "generate": "answer a prompt",
     "bench": "measure speed, acceptance and deviation against baselines",
+    "evaluate": "measure what lossy settings cost in right answers, and without labels",
+    "report": "make a page with figures out of records of bench",
     "tune": "find the fastest pyramid for your prompts at a quality you choose",
     "plan": "predict the speed of a chain of models before any download",
     "models": "list what is usable here; fetch the embedded target",
 }
+
+EXTRAS = {"tune": "tune", "report": "plots"}
+"""The extra whose packages a verb needs."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(words[:1])
 
-    tool = import_module(f"pyramidsd.tools.{args.verb}")
+    try:
+        tool = import_module(f"pyramidsd.tools.{args.verb}")
+    except ModuleNotFoundError as error:
+        if args.verb not in EXTRAS:
+            raise
+        cure = f'run: pip install "pyramidsd[{EXTRAS[args.verb]}]"'
+        print(f"pyramidsd {args.verb}: {error.name} is not installed; {cure}", file=sys.stderr)  # noqa: T201
+        return 2
     verb_parser = Parser(prog=f"pyramidsd {args.verb}", description=tool.__doc__)
     tool.add_arguments(verb_parser)
     try:

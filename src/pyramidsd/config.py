@@ -139,7 +139,8 @@ class PyramidConfig:
         boundaries = len(values.get("models", ())) - 1
         values.setdefault("num_draft_tokens", default_windows(boundaries))
         values.setdefault("thresholds", default_thresholds(boundaries))
-        return PyramidConfig(**values, sampling=Sampling(**_checked(Sampling, sampling, f"{path}, [sampling]")))
+        greedy = {"temperature": 0}
+        return PyramidConfig(**values, sampling=Sampling(**greedy | _checked(Sampling, sampling, f"{path}, [sampling]")))
 
 
 EMBEDDED_PYRAMID = PyramidConfig(

@@ -15,7 +15,7 @@ from rich.text import Text
 from pyramidsd.generate import check_limits, encode
 from pyramidsd.models.base import Model
 from pyramidsd.models.hf import quiet
-from pyramidsd.tools.contest import PEER_WINDOWS, Contest, Setting
+from pyramidsd.tools.contest import PEER_WINDOWS, Contest, Setting, rotated
 from pyramidsd.tools.prompts import Prompt, add_prompt_arguments, prompt_facts, prompts_from
 from pyramidsd.tools.recipes import add_setting_arguments, settings_from
 from pyramidsd.tools.records import Record
@@ -83,7 +83,7 @@ def measure(
         (setting, prompt, round_)
         for round_ in range(args.rounds)
         for i, prompt in enumerate(prompts)
-        for setting in _rotated(settings, round_ * len(prompts) + i)
+        for setting in rotated(settings, round_ * len(prompts) + i)
         if (setting.name, prompt.id, round_) not in done
     ]
     if not jobs:
@@ -101,11 +101,6 @@ def measure(
                 "answer", {"setting": setting.name, "prompt": prompt.id, "round": round_, "seed": seed, **reply.line()}
             )
             advance(1)
-
-
-def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
-    start = by % len(settings)
-    return [*settings[start:], *settings[:start]]
 
 
 def _trace(contest: Contest, settings: Sequence[Setting], prompts: Sequence[Prompt], record: Record) -> None:

@@ -288,3 +288,9 @@ def _peer_options(setting: Setting, models: Sequence[Any]) -> Iterator[dict[str,
             yield {"assistant_model": draft}
         finally:
             draft.generation_config = kept
+
+
+def rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
+    """The same settings, beginning with another one."""
+    start = by % len(settings)
+    return [*settings[start:], *settings[:start]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -22,10 +22,13 @@ from pyramidsd.models.base import Model
 from pyramidsd.models.hf import quiet
 from pyramidsd.tools.contest import Contest, Setting
 from pyramidsd.tools.expectation import Cost, Curve
+from pyramidsd.tools.grading import check_code, graded
 from pyramidsd.tools.options import add_pyramid_arguments, configured
 from pyramidsd.tools.prompts import Prompt, add_prompt_arguments, prompt_facts, prompts_from
+from pyramidsd.tools.proportions import Pairs
 from pyramidsd.tools.records import Record
 from pyramidsd.tools.summary import rows
+from pyramidsd.tools.tasks import TASKS, Question, question
 from pyramidsd.tools.terminal import busy, out
 from pyramidsd.tools.traces import Trace, calibrate, replay, trace
 from pyramidsd.types import UsageError
@@ -38,7 +41,16 @@ OPEN_THRESHOLD = 8.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this verb."""
     add_prompt_arguments(parser)
-    parser.add_argument("--max-deviation", type=float, default=0.05, metavar="D", help="mean, 0 to 1; default 0.05")
+    parser.add_argument(
+        "--max-deviation", type=float, metavar="D", help="mean, 0 to 1; default 0.05, or none with --max-drop"
+    )
+    parser.add_argument("--task", choices=TASKS, metavar="NAME", help=f"grade answers as {', '.join(TASKS)}")
+    parser.add_argument(
+        "--max-drop", type=points, metavar="P", help="points below plain decoding, such as 1pt; needs --task"
+    )
+    parser.add_argument(
+        "--run-generated-code", action="store_true", help="grade programs by running them; see evaluate"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="settings replayed on traces; default 200")
     parser.add_argument("--finalists", type=int, default=5, metavar="N", help="settings run for real; default 5")
@@ -52,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pyramid_arguments(parser)
 
 
+def points(text: str) -> float:
+    """A number of percentage points, `1` or `1pt`."""
+    return float(text.removesuffix("pt"))
+
+
 def run(args: argparse.Namespace) -> int:
     """Trace, search, confirm, and write down the winner."""
     quiet()
@@ -60,14 +77,16 @@ def run(args: argparse.Namespace) -> int:
     if len(base.models) < 2:
         raise UsageError("there is nothing to tune with one model; name a --draft, such as prompt-lookup")
     prompts = prompts_from(args)
+    questions = [question(prompt, args.task) for prompt in prompts] if args.task else [Question(p) for p in prompts]
+    check_code(questions, args.run_generated_code)
     plain = Setting.of("plain", base)
     with busy("Loading models"):
         contest = Contest([plain, Setting.of("nested" if len(base.models) > 2 else "sd", base)])
     record = Record(args.study.with_suffix(".jsonl"), _identity(args, base, prompts))
-    _answer(contest, [plain], prompts, args, record)
+    _answer(contest, [plain], questions, args, record)
     replays = Replays(contest, base, prompts, record)
     finalists = _search(replays, args, base)
-    _answer(contest, [plain, *finalists], prompts, args, record)
+    _answer(contest, [plain, *finalists], questions, args, record)
     report = _verdict([plain, *finalists], record, args)
     _write(report["config"], args.out)
     if args.json:
@@ -80,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     check_limits(args.max_new_tokens, ())
+    if (args.task is None) != (args.max_drop is None):
+        raise UsageError("--task and --max-drop belong together: the task says how answers are graded")
+    if args.max_deviation is None:
+        args.max_deviation = 0.05 if args.task is None else 1.0
     if not 0 <= args.max_deviation <= 1:
         raise UsageError(f"max_deviation must lie in [0, 1], got {args.max_deviation}; 0 asks for exact settings")
     for name in ("trials", "finalists", "rounds"):
@@ -95,6 +118,7 @@ def _identity(args: argparse.Namespace, base: PyramidConfig, prompts: Sequence[P
         "prompts": prompt_facts(args, prompts),
         "max_new_tokens": args.max_new_tokens,
         "max_deviation": args.max_deviation,
+        "task": args.task,
         "seed": args.seed,
         "models": list(base.models),
         "sampling": Setting.of("plain", base).line()["sampling"],
@@ -105,24 +129,29 @@ def _identity(args: argparse.Namespace, base: PyramidConfig, prompts: Sequence[P
 
 
 def _answer(
-    contest: Contest, settings: Sequence[Setting], prompts: Sequence[Prompt], args: argparse.Namespace, record: Record
+    contest: Contest,
+    settings: Sequence[Setting],
+    questions: Sequence[Question],
+    args: argparse.Namespace,
+    record: Record,
 ) -> None:
-    """Run settings for real, in turns; what the record has already is not run again."""
+    """Run settings for real, in turns, and grade them; what the record has already is not run again."""
     done = {(line["setting"], line["prompt"], line["round"]) for line in record.of_kind("answer")}
     jobs = [
-        (setting, prompt, round_)
+        (setting, asked, round_)
         for round_ in range(args.rounds)
-        for prompt in prompts
+        for asked in questions
         for setting in settings
-        if (setting.name, prompt.id, round_) not in done
+        if (setting.name, asked.prompt.id, round_) not in done
     ]
     for setting in dict.fromkeys(setting for setting, _, _ in jobs):
         contest.enter(setting)
-        contest.reply(setting, prompts[0], 1, args.seed)  # warms up
+        contest.reply(setting, questions[0].prompt, 1, args.seed)  # warms up
     with busy("Running " + ("plain decoding" if len(settings) == 1 else "the finalists"), len(jobs)) as advance:
-        for setting, prompt, round_ in jobs:
-            reply = contest.reply(setting, prompt, args.max_new_tokens, args.seed + round_)
-            record.add("answer", {"setting": setting.name, "prompt": prompt.id, "round": round_, **reply.line()})
+        for setting, asked, round_ in jobs:
+            reply = contest.reply(setting, asked.prompt, args.max_new_tokens, args.seed + round_)
+            which = {"setting": setting.name, "prompt": asked.prompt.id, "round": round_}
+            record.add("answer", which | reply.line() | graded(asked, reply.texts[-1]))
             advance(1)
 
 
@@ -210,32 +239,50 @@ class Space:
         return replace(config, thresholds=tuple(round(value, 3) for value in thresholds))
 
 
+LIMITS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
+"""Where only the task counts, the fastest settings within each of these deviations are tried on it."""
+
+
 def _search(replays: Replays, args: argparse.Namespace, base: PyramidConfig) -> list[Setting]:
-    """The settings worth running: the fastest ones on the traces that keep to the budget, and the best exact pair."""
+    """The settings worth running: the best exact pair, and the fastest ones on the traces within each limit."""
     space = Space(base)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = _study(args)
-    finished = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-    with busy("Searching on traces", args.trials) as advance:
-        advance(len(study.get_trials(states=finished)))
-        while len(study.get_trials(deepcopy=False, states=finished)) < args.trials:
-            study.optimize(lambda trial: _objective(trial, space, replays, args), n_trials=1)
-            advance(1)
-    return _finalists(study, space, replays, args)
+    limits = [args.max_deviation] if args.task is None else [limit for limit in LIMITS if limit <= args.max_deviation]
+    trials, finalists = -(-args.trials // len(limits)), -(-args.finalists // len(limits))
+    pair = _best_pair(space, replays)
+    best = {Setting(pair.method, pair).name: Setting(pair.method, pair)}
+    with busy("Searching on traces", trials * len(limits)) as advance:
+        for limit in limits:
+            study = _study(args, limit)
+            finished = len(study.get_trials(deepcopy=False, states=_FINISHED))
+            advance(finished)
+            for _ in range(finished, trials):
+                _explore(study, lambda trial, limit=limit: _objective(trial, space, replays, limit), args)
+                advance(1)
+            best |= {setting.name: setting for setting in _fastest(study, space, limit)[:finalists]}
+    return list(best.values())
 
 
-def _finalists(study: optuna.Study, space: Space, replays: Replays, args: argparse.Namespace) -> list[Setting]:
+_FINISHED = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
+
+
+def _explore(study: optuna.Study, objective: Callable[[optuna.trial.Trial], float], args: argparse.Namespace) -> None:
+    try:
+        study.optimize(objective, n_trials=1)
+    except optuna.exceptions.StorageInternalError as error:
+        path = args.study.with_suffix(".sqlite")
+        raise UsageError(
+            f"cannot write {path}; make room, then run the same command again: its trials are kept"
+        ) from error
+
+
+def _fastest(study: optuna.Study, space: Space, limit: float) -> list[Setting]:
+    """The settings of a study within its limit, fastest first, each once."""
     complete = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
-    fitting = [trial for trial in complete if trial.user_attrs["deviation"] <= args.max_deviation]
+    fitting = [trial for trial in complete if trial.user_attrs["deviation"] <= limit]
     ranked = sorted(fitting, key=lambda trial: trial.value or 0.0, reverse=True)
-    best: dict[str, Setting] = {}
-    for config in [
-        _best_pair(space, replays),
-        *(space.sample(optuna.trial.FixedTrial(trial.params)) for trial in ranked),
-    ]:
-        setting = Setting(config.method, config)
-        best.setdefault(setting.name, setting)
-    return list(best.values())[: args.finalists + 1]
+    configs = [space.sample(optuna.trial.FixedTrial(trial.params)) for trial in ranked]
+    return list({Setting(c.method, c).name: Setting(c.method, c) for c in configs}.values())
 
 
 def _best_pair(space: Space, replays: Replays) -> PyramidConfig:
@@ -249,12 +296,12 @@ def _best_pair(space: Space, replays: Replays) -> PyramidConfig:
     return max(pairs, key=lambda config: fmean(replays(config, i)[0] for i in range(len(replays))))
 
 
-def _study(args: argparse.Namespace) -> optuna.Study:
+def _study(args: argparse.Namespace, limit: float) -> optuna.Study:
     path = args.study.with_suffix(".sqlite")
     try:
         return optuna.create_study(
             storage=f"sqlite:///{path}",
-            study_name="tune",
+            study_name=f"deviation {limit:g}",
             load_if_exists=True,
             direction="maximize",
             sampler=optuna.samplers.TPESampler(seed=args.seed, n_startup_trials=40),
@@ -265,7 +312,7 @@ def _study(args: argparse.Namespace) -> optuna.Study:
         raise UsageError(f"cannot use {path}: {reason}; remove it or choose another --study") from error
 
 
-def _objective(trial: optuna.trial.Trial, space: Space, replays: Replays, args: argparse.Namespace) -> float:
+def _objective(trial: optuna.trial.Trial, space: Space, replays: Replays, limit: float) -> float:
     config = space.sample(trial)
     speeds: list[float] = []
     deviations: list[float] = []
@@ -273,11 +320,11 @@ def _objective(trial: optuna.trial.Trial, space: Space, replays: Replays, args: 
         speed, deviation = replays(config, i)
         speeds.append(speed)
         deviations.append(deviation)
-        trial.report(_score(speeds, deviations, args.max_deviation), i)
+        trial.report(_score(speeds, deviations, limit), i)
         if trial.should_prune():
             raise optuna.TrialPruned
     trial.set_user_attr("deviation", fmean(deviations))
-    return _score(speeds, deviations, args.max_deviation)
+    return _score(speeds, deviations, limit)
 
 
 def _score(speeds: Sequence[float], deviations: Sequence[float], limit: float) -> float:
@@ -292,8 +339,11 @@ def _score(speeds: Sequence[float], deviations: Sequence[float], limit: float) -
 def _verdict(settings: Sequence[Setting], record: Record, args: argparse.Namespace) -> dict[str, Any]:
     """What was measured, who wins, and what that gains; plain decoding and `sd` can win too."""
     lines = [setting.line() for setting in settings]
-    table = rows(lines, record.of_kind("answer"))
+    answers = record.of_kind("answer")
+    table = [row | _drop(row["setting"], answers) for row in rows(lines, answers)]
     fitting = [row for row in table if row["deviation"] <= args.max_deviation]
+    if args.task is not None:
+        fitting = [row for row in fitting if row["drop_from_plain"] <= args.max_drop]
     speeds = {row["setting"]: row["mean_tokens_per_second"] for row in table}
     best = max(fitting, key=lambda row: speeds[row["setting"]])
     config = next(setting.config for setting in settings if setting.name == best["setting"])
@@ -305,9 +355,26 @@ def _verdict(settings: Sequence[Setting], record: Record, args: argparse.Namespa
         verdict = f"{best['setting']} is fastest here ({gains}): no pyramid is recommended."
     else:
         verdict = f"{best['setting']}: {gains}, at a mean deviation of {best['deviation']:.3f}."
+    if args.task is not None:
+        low, high = best["drop_interval"]
+        drop = f"{best['drop_from_plain']:.1f} points below plain decoding on {args.task}"
+        verdict += f" {drop} (95 %: {low:.1f} to {high:.1f})."
     if best["method"] != "plain" and best["interval"] is None:
         verdict += " Too few answers to be sure; give more prompts or rounds."
     return {"rows": table, "verdict": verdict, "best": best["setting"], "config": asdict(config)}
+
+
+def _drop(setting: str, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Percentage points below plain decoding on the same prompts and seeds, where answers were graded."""
+    graded_ = [line for line in answers if line["correct"] is not None]
+    of_plain = {(line["prompt"], line["round"]): line["correct"] for line in graded_ if line["setting"] == "plain"}
+    pairs = [
+        (of_plain[line["prompt"], line["round"]], line["correct"]) for line in graded_ if line["setting"] == setting
+    ]
+    if not pairs:
+        return {}
+    counts = Pairs.of(pairs)
+    return {"drop_from_plain": 100 * counts.difference, "drop_interval": [100 * bound for bound in counts.interval()]}
 
 
 def _write(config: Mapping[str, Any], out_path: Path) -> None:
