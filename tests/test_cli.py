@@ -238,9 +238,12 @@ def test_a_config_has_defaults(tmp_path):
     path.write_text('models = ["a", "b", "c", "d"]')
     read = PyramidConfig.load(path)
     assert (read.num_draft_tokens, read.thresholds) == ((5, 15, 45), (0.3, 0.3, 0.2))
-    assert read.sampling == PyramidConfig(models=("a", "b", "c", "d"), num_draft_tokens=(1,) * 3, thresholds=(0,) * 3).sampling
+    assert (
+        read.sampling
+        == PyramidConfig(models=("a", "b", "c", "d"), num_draft_tokens=(1,) * 3, thresholds=(0,) * 3).sampling
+    )
     assert read.sampling.temperature == 0
-    path.write_text('models = ["a"]\n[sampling]\ntop_k = 5')
+    path.write_text('method = "plain"\nmodels = ["a"]\n[sampling]\ntop_k = 5')
     assert (PyramidConfig.load(path).sampling.temperature, PyramidConfig.load(path).sampling.top_k) == (0, 5)
 
 

@@ -8,7 +8,7 @@ import torch
 import branches
 from pyramidsd import pyramid
 from pyramidsd.models.table import TableModel
-from pyramidsd.tools.expectation import Curve, Stage, expected_seconds, expected_tokens
+from pyramidsd.tools.expectation import Curve, Stage, expected_seconds, expected_tokens, long_run_rate
 from pyramidsd.types import UsageError
 
 
@@ -86,6 +86,14 @@ def test_long_answers_cost_what_they_cost_in_the_long_run():
     per_round, tokens = 3 * 1.0 + 10.0, (1 - 0.5**4) / 0.5
     slope = (expected_seconds(stages, 3000) - expected_seconds(stages, 1000)) / 2000
     assert slope == pytest.approx(per_round / tokens, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_long_run_is_where_long_answers_go(name):
+    windows, shares = CHAINS[name]
+    stages = [Stage(cost, *numbers) for cost, *numbers in zip(COSTS, [0, *windows], [(), *shares], strict=False)]
+    slope = (expected_seconds(stages, 96) - expected_seconds(stages, 72)) / 24
+    assert long_run_rate(stages) == pytest.approx(1 / slope, rel=1e-3)
 
 
 def test_a_curve_goes_through_the_means_and_between_them():

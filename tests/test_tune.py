@@ -150,10 +150,10 @@ def tune_arguments(tmp_path, *more):
 @pytest.fixture
 def arguments(model, tmp_path):
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(TEXTS))
+    prompts.write_text("\n".join(TEXTS[:2]))
     return [
-        *("--target", model, "--qualifier", "layers:2", "--prompts", str(prompts), "--trials", "30"),
-        *("--study", str(tmp_path / "study"), "--out", str(tmp_path / "pyramid.toml"), "--max-new-tokens", "20"),
+        *("--target", model, "--qualifier", "layers:2", "--prompts", str(prompts), "--trials", "15"),
+        *("--study", str(tmp_path / "study"), "--out", str(tmp_path / "pyramid.toml"), "--max-new-tokens", "16"),
     ]
 
 
@@ -194,7 +194,7 @@ def test_killed_in_the_middle_nothing_is_lost(arguments, tmp_path, capsys):
     running.wait()
     kept = [line for line in read_record(record) if line["kind"] in ("answer", "curve")]
     before = trials()
-    assert len(kept) >= 5
+    assert len(kept) >= 4
     assert before > 0
     assert main(["tune", *arguments, "--json"]) == 0
     lines = [line for line in read_record(record) if line["kind"] in ("answer", "curve")]
@@ -202,15 +202,17 @@ def test_killed_in_the_middle_nothing_is_lost(arguments, tmp_path, capsys):
     answers = [(line["setting"], line["prompt"]) for line in lines if line["kind"] == "answer"]
     assert len(set(answers)) == len(answers)
     finished = [
-        t for t in optuna.load_study(study_name="tune", storage=f"sqlite:///{study}").trials if t.state.is_finished()
+        t
+        for t in optuna.load_study(study_name="deviation 0.05", storage=f"sqlite:///{study}").trials
+        if t.state.is_finished()
     ]
-    assert len(finished) == 30
+    assert len(finished) == 15
 
 
 def test_the_quality_can_be_that_of_a_task(arguments, model, tmp_path, capsys):
     """Half of the answers of plain decoding are right by construction, so the drop is counted against known ones."""
     contest, _, _ = traced(model, TEXTS[0])
-    said = [contest.reply(Setting.of("plain", base(model)), as_prompt(text), 20).texts[0] for text in TEXTS[:2]]
+    said = [contest.reply(Setting.of("plain", base(model)), as_prompt(text), 16).texts[0] for text in TEXTS[:2]]
     lines = [{"prompt": TEXTS[0], "expected": said[0]}, {"prompt": TEXTS[1], "expected": "something else"}]
     prompts = tmp_path / "graded.jsonl"
     prompts.write_text("\n".join(json.dumps(line) for line in lines))

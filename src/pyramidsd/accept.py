@@ -56,9 +56,14 @@ def _ratio(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(q > 0, p / q, 1.0).clamp(max=1.0)
 
 
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """(p - q)+ as a law: what the verifier gives more than the draft."""
+    return _normalised((p - q).clamp_min(0), fallback=p)
+
+
 def _exact_test(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """The pair that gives law p with the most acceptance, 1 - TV(p, q)."""
-    return _ratio(p, q), _normalised((p - q).clamp_min(0), fallback=p)
+    return _ratio(p, q), _residual(p, q)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +111,7 @@ class Lenient:
 
     def __call__(self, p: Laws, q: Laws) -> tuple[Tensor, Tensor]:
         """`accept` and `residual`."""
-        _, residual = _exact_test(p.probs, q.probs)
-        return _ratio(p.probs, self.leniency * q.probs), residual
+        return _ratio(p.probs, self.leniency * q.probs), _residual(p.probs, q.probs)
 
 
 # Divergences. They read the raw rows, as log-probabilities `log_p`, `log_q` [k, V], so they mean the same

@@ -140,7 +140,9 @@ class PyramidConfig:
         values.setdefault("num_draft_tokens", default_windows(boundaries))
         values.setdefault("thresholds", default_thresholds(boundaries))
         greedy = {"temperature": 0}
-        return PyramidConfig(**values, sampling=Sampling(**greedy | _checked(Sampling, sampling, f"{path}, [sampling]")))
+        return PyramidConfig(
+            **values, sampling=Sampling(**greedy | _checked(Sampling, sampling, f"{path}, [sampling]"))
+        )
 
 
 EMBEDDED_PYRAMID = PyramidConfig(

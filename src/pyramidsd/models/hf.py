@@ -250,7 +250,9 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
         UsageError: the dtype is unknown.
     """
     if dtype == "auto":
-        capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+        # Older versions of torch cannot tell; there the checkpoint decides.
+        asked = getattr(torch.cpu, "get_capabilities", None) if device.type == "cpu" else None
+        capabilities: dict[str, bool] = asked() if asked else {}
         return torch.float32 if capabilities and not any(map(capabilities.get, _BFLOAT16_UNITS)) else "auto"
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; choose auto or one of {', '.join(DTYPES)}")

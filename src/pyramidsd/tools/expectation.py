@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from pyramidsd.types import UsageError
 
@@ -63,17 +63,21 @@ class Stage:
     """One level.
 
     Attributes:
-        cost: of its model; 0 for a drafter without one.
+        cost: of its model; None for a drafter without one.
         window: tokens asked of the level below per round; 0 at the bottom.
         acceptance: entry i is the probability of keeping the draft's token i, given that those before it were kept;
             the last entry stands for all further ones. Empty at the bottom.
         supply: the probability that the level below has anything to propose; prompt lookup often has nothing.
     """
 
-    cost: Cost
+    cost: Cost | None
     window: int = 0
     acceptance: tuple[float, ...] = ()
     supply: float = 1.0
+
+    def seconds(self, width: int) -> float:
+        """Of one forward over so many tokens."""
+        return self.cost(width) if self.cost else 0.0
 
     def kept(self, position: int) -> float:
         """The probability of keeping the token at this position of the draft."""
@@ -98,6 +102,32 @@ def expected_seconds(stages: Sequence[Stage], tokens: int, prompt: int = 1) -> f
 
 _LONG = 96
 
+
+def long_run_rate(stages: Sequence[Stage]) -> float:
+    """Tokens per second of an answer without end: whole rounds of the highest level, until they repeat."""
+    top, emit = stages[-1], _emission(tuple(stages))
+    if not top.window:
+        return 1 / top.seconds(1)
+    chances: dict[Lags, float] = {(0,) * (len(stages) - 1): 1.0}
+    tokens = seconds = 0.0
+    for _ in range(_ROUNDS):
+        tokens = seconds = 0.0
+        after: dict[Lags, float] = {}
+        for lags, chance in chances.items():
+            for asked, supplied in ((top.window, top.supply), (0, 1 - top.supply)):
+                for below, (p, s) in emit(len(stages) - 2, asked, lags).items() if supplied else ():
+                    weight = chance * supplied
+                    seconds += weight * (s + p * top.seconds(asked + 1))
+                    for kept, p_kept in _outcomes(top, asked):
+                        behind = _behind(stages, below, asked, kept)
+                        after[behind] = after.get(behind, 0.0) + weight * p * p_kept
+                        tokens += weight * p * p_kept * (kept + 1)
+        chances = after
+    return tokens / seconds
+
+
+_ROUNDS = 12
+
 Lags = tuple[int, ...]
 """For each level, lowest first, how many tokens more than one its model has not been fed yet."""
 
@@ -105,6 +135,7 @@ Ends = dict[Lags, tuple[float, float]]
 """Where an emission can end: the lags, their probability, and the expected seconds on the way times it."""
 
 
+@lru_cache(maxsize=32)
 def _emission(stages: tuple[Stage, ...]) -> Callable[[int, int, Lags], Ends]:
     """The function (level, n, lags) -> how the emission of exactly n tokens ends."""
 
@@ -113,13 +144,13 @@ def _emission(stages: tuple[Stage, ...]) -> Callable[[int, int, Lags], Ends]:
         if n == 0:
             return {lags: (1.0, 0.0)}
         if level == 0:
-            return {(0,): (1.0, stages[0].cost(1 + lags[0]) + (n - 1) * stages[0].cost(1))}
+            return {(0,): (1.0, stages[0].seconds(1 + lags[0]) + (n - 1) * stages[0].seconds(1))}
         ends: Ends = {}
         for asked, chance in _drafts(stages[level], n):
-            own = stages[level].cost(asked + 1 + lags[level])
+            own = stages[level].seconds(asked + 1 + lags[level])
             for below, (p_below, s_below) in emit(level - 1, asked, lags[:level]).items():
                 for kept, p_kept in _outcomes(stages[level], asked):
-                    behind = (*(max(0, kept - asked + 1 + lag) for lag in below), 0)
+                    behind = (*_behind(stages, below, asked, kept), 0)
                     weight = chance * p_kept
                     for end, (p, s) in emit(level, n - kept - 1, behind).items():
                         probability = weight * p_below * p
@@ -129,6 +160,14 @@ def _emission(stages: tuple[Stage, ...]) -> Callable[[int, int, Lags], Ends]:
         return ends
 
     return emit
+
+
+def _behind(stages: Sequence[Stage], lags: Lags, drafted: int, kept: int) -> Lags:
+    """The lags of the lower levels once `kept` of their `drafted` tokens stand, with one token more after them. Without
+    a model there is nothing to catch up."""
+    return tuple(
+        max(0, kept - drafted + 1 + lag) if stage.cost else 0 for stage, lag in zip(stages, lags, strict=False)
+    )
 
 
 def _drafts(stage: Stage, n: int) -> list[tuple[int, float]]:

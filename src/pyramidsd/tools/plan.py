@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from pyramidsd.tools.expectation import Cost, Curve, Stage, expected_seconds, expected_tokens
+from pyramidsd.tools.expectation import Cost, Curve, Stage, expected_seconds, expected_tokens, long_run_rate
 from pyramidsd.tools.records import Line, read_record
 from pyramidsd.tools.summary import passes_of, rows, stats_of
 from pyramidsd.tools.terminal import busy, out
@@ -144,9 +143,7 @@ def _chain(
     shares = [prod(acceptance[low:high]) for low, high in pairwise(chain)]
     stages = [Stage(models[chain[0]].cost)]
     stages += [Stage(models[i].cost, 4, (share,)) for i, share in zip(chain[1:], shares, strict=True)]
-    stages = (
-        best_windows(stages, tokens) if windows is None else _with_windows(stages, [windows[i] for i in chain[:-1]])
-    )
+    stages = best_windows(stages) if windows is None else _with_windows(stages, [windows[i] for i in chain[:-1]])
     weights = [models[i].gigabytes for i in chain]
     return {
         "chain": [models[i].name for i in chain],
@@ -163,18 +160,17 @@ def _with_windows(stages: Sequence[Stage], windows: Sequence[int]) -> list[Stage
     return [stages[0], *(replace(stage, window=w) for stage, w in zip(stages[1:], windows, strict=True))]
 
 
-def best_windows(stages: Sequence[Stage], tokens: int) -> list[Stage]:
-    """`stages` with the windows of `WINDOWS` that make them fastest, one boundary after the other until none helps."""
+def best_windows(stages: Sequence[Stage], largest: Sequence[int] | None = None) -> list[Stage]:
+    """`stages` with the windows of `WINDOWS` that make them fastest in the long run, one boundary after the other until
+    none helps; none above `largest`, where acceptance is known no further."""
     windows = [stage.window for stage in stages[1:]]
     settled = not windows
     while not settled:
         before = list(windows)
         for i in range(len(windows)):
-            tried = {
-                w: expected_seconds(_with_windows(stages, [*windows[:i], w, *windows[i + 1 :]]), tokens)
-                for w in WINDOWS
-            }
-            windows[i] = min(tried, key=tried.__getitem__)
+            allowed = WINDOWS if largest is None else (*(w for w in WINDOWS if w < largest[i]), largest[i])
+            tried = {w: long_run_rate(_with_windows(stages, [*windows[:i], w, *windows[i + 1 :]])) for w in allowed}
+            windows[i] = max(tried, key=tried.__getitem__)
         settled = windows == before
     return _with_windows(stages, windows)
 
@@ -182,9 +178,9 @@ def best_windows(stages: Sequence[Stage], tokens: int) -> list[Stage]:
 def fit_formula(stages: Sequence[Stage]) -> float:
     """Tokens per second by the formula of PyramidSD (arXiv 2510.12966), V = b (l + 1) / (l / V_below + 1 / V_own) at
     each boundary with acceptance b. It is a device for fitting curves, not an expectation; shown for comparison."""
-    rate = 1 / stages[0].cost(1) if stages[0].cost(1) else float("inf")
+    rate = 1 / stages[0].seconds(1) if stages[0].seconds(1) else float("inf")
     for stage in stages[1:]:
-        rate = stage.kept(0) * (stage.window + 1) / (stage.window / rate + stage.cost(1))
+        rate = stage.kept(0) * (stage.window + 1) / (stage.window / rate + stage.seconds(1))
     return rate
 
 
@@ -249,38 +245,40 @@ def _from_record(path: Path) -> dict[str, Any]:
     }
 
 
-def _curves(settings: Sequence[Line], answers: Sequence[Line]) -> dict[str, Cost]:
-    """What a forward of each model costs, over all settings that use it."""
+def _curves(settings: Sequence[Line], answers: Sequence[Line]) -> dict[str, Cost | None]:
+    """What a forward of each model costs, over all settings that use it; None where no model stands behind a name."""
     passes: dict[str, list[tuple[int, int, float]]] = {}
     for setting in settings:
         own = [answer for answer in answers if answer["setting"] == setting["name"]]
         for model, entries in zip(setting["models"], passes_of(own), strict=False):
             passes.setdefault(model, []).extend(entries)
-    return {model: Curve.of(entries) if entries else _flat(0.0) for model, entries in passes.items()}
+    return {model: Curve.of(entries) if entries else None for model, entries in passes.items()}
 
 
 def _checked(
-    setting: Line, row: Mapping[str, Any], all_answers: Sequence[Line], curves: Mapping[str, Cost]
+    setting: Line, row: Mapping[str, Any], all_answers: Sequence[Line], curves: Mapping[str, Cost | None]
 ) -> dict[str, Any]:
     answers = [answer for answer in all_answers if answer["setting"] == setting["name"]]
     stages = measured_stages(setting, answers, curves)
     per_token = 1 / (1 - row["overhead"])
-    predicted = fmean(len(answer["token_ids"]) / (_answer_seconds(stages, answer) * per_token) for answer in answers)
-    best = best_windows(stages, 64)
+    # Totals: a mean of speeds would favour easy answers, of which pooled acceptance knows nothing.
+    tokens = sum(len(answer["token_ids"]) for answer in answers)
+    measured = tokens / sum(answer["seconds"] for answer in answers)
+    predicted = tokens / (sum(_answer_seconds(stages, answer) for answer in answers) * per_token)
+    best = best_windows(stages, setting["num_draft_tokens"])
+    gain = long_run_rate(best) / long_run_rate(stages)
     return {
         "setting": setting["name"],
-        "measured_tokens_per_second": row["mean_tokens_per_second"],
+        "measured_tokens_per_second": measured,
         "predicted_tokens_per_second": predicted,
-        "error": predicted / row["mean_tokens_per_second"] - 1,
+        "error": predicted / measured - 1,
         "tokens_per_target_pass": expected_tokens(stages[-1]),
         "best_num_draft_tokens": [stage.window for stage in best[1:]],
-        "best_tokens_per_second": fmean(
-            len(answer["token_ids"]) / (_answer_seconds(best, answer) * per_token) for answer in answers
-        ),
+        "best_tokens_per_second": predicted * gain,
     }
 
 
-def measured_stages(setting: Line, answers: Sequence[Line], curves: Mapping[str, Cost]) -> list[Stage]:
+def measured_stages(setting: Line, answers: Sequence[Line], curves: Mapping[str, Cost | None]) -> list[Stage]:
     """The levels of a setting with the acceptance, position by position, that some answers showed."""
     stats = stats_of(answers)
     stages = [Stage(curves[setting["models"][0]])]
@@ -288,8 +286,8 @@ def measured_stages(setting: Line, answers: Sequence[Line], curves: Mapping[str,
         setting["models"][1:], setting["num_draft_tokens"], stats[:-1], stats[1:], strict=True
     ):
         # Positions that few drafts reach are too noisy to stand for themselves.
-        seen = [(kept, n) for kept, n in zip(own.accepted_at, own.proposed_at, strict=True) if n >= _ENOUGH]
-        shares = tuple(kept / n for kept, n in seen) or (own.acceptance,)
+        kept = [k / n for k, n in zip(own.accepted_at, own.proposed_at, strict=True) if n >= _ENOUGH]
+        shares = tuple(here / before for before, here in pairwise([1.0, *kept]) if before > 0) or (own.acceptance,)
         drafts_itself = below.forwards > 0
         asked = own.forwards - sum(1 for _ in answers)  # the last pass of an answer often has no room for a draft
         found = own.proposed_at[0] if own.proposed_at else 0
@@ -322,5 +320,5 @@ def _record_table(table: Sequence[Mapping[str, Any]]) -> Table:
             " ".join(map(str, row["best_num_draft_tokens"])) or "-",
             f"{row['best_tokens_per_second']:.2f}",
         )
-    shown.caption = "tokens/s, prompts included"
+    shown.caption = "all tokens over all seconds, prompts included; windows no larger than those measured"
     return shown

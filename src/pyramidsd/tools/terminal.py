@@ -16,7 +16,7 @@ err = Console(stderr=True, highlight=False)
 def busy(what: str, total: int | None = None, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal, nothing elsewhere; it pulses while the total is unknown. Yields the function that
     moves it on."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as progress:
         task = progress.add_task(what, total=total)
         yield lambda steps: progress.advance(task, steps)

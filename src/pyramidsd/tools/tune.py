@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +35,9 @@ from pyramidsd.tools.traces import Trace, calibrate, replay, trace
 from pyramidsd.types import UsageError
 
 LARGEST_WINDOW = 24
+PAIR_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""The windows at which the best exact pair is looked for."""
+
 OPEN_THRESHOLD = 8.0
 """The largest threshold tried of a divergence that has no bound, in its own unit."""
 
@@ -257,7 +261,7 @@ def _search(replays: Replays, args: argparse.Namespace, base: PyramidConfig) -> 
             finished = len(study.get_trials(deepcopy=False, states=_FINISHED))
             advance(finished)
             for _ in range(finished, trials):
-                _explore(study, lambda trial, limit=limit: _objective(trial, space, replays, limit), args)
+                _explore(study, partial(_objective, space=space, replays=replays, limit=limit), args)
                 advance(1)
             best |= {setting.name: setting for setting in _fastest(study, space, limit)[:finalists]}
     return list(best.values())
@@ -291,7 +295,7 @@ def _best_pair(space: Space, replays: Replays) -> PyramidConfig:
         replace(space.base, method="sd", models=models, num_draft_tokens=(window,), thresholds=(0.0,))
         for models in space.chains().values()
         if len(models) == 2
-        for window in range(1, LARGEST_WINDOW + 1)
+        for window in PAIR_WINDOWS
     ]
     return max(pairs, key=lambda config: fmean(replays(config, i)[0] for i in range(len(replays))))
 
