@@ -19,7 +19,7 @@ import optuna
 from pyramidsd.cli import main
 from pyramidsd.config import PyramidConfig
 from pyramidsd.tools import tune
-from pyramidsd.tools.contest import Contest, Setting, rotated
+from pyramidsd.tools.contest import Contest, Setting, pending
 from pyramidsd.tools.options import configured
 from pyramidsd.tools.prompts import prompt_facts, prompts_from
 from pyramidsd.tools.records import Record
@@ -39,13 +39,9 @@ def random_settings(base: PyramidConfig, seed: int) -> list[Setting]:
 
 
 def answer_all(contest, settings, prompts, args, record, rounds):
-    done = {(line["setting"], line["prompt"], line["round"]) for line in record.of_kind("answer")}
-    for round_ in range(rounds):
-        for i, prompt in enumerate(prompts):
-            for setting in rotated(settings, i):
-                if (setting.name, prompt.id, round_) not in done:
-                    line = contest.reply(setting, prompt, args.max_new_tokens, args.seed).line()
-                    record.add("answer", {"setting": setting.name, "prompt": prompt.id, "round": round_, **line})
+    for setting, i, round_ in pending(settings, prompts, rounds, record):
+        line = contest.reply(setting, prompts[i], args.max_new_tokens, args.seed).line()
+        record.add("answer", {"setting": setting.name, "prompt": prompts[i].id, "round": round_, **line})
 
 
 def fastest(settings, record, limit):

@@ -128,12 +128,7 @@ class PyramidConfig:
         Raises:
             UsageError: no such file, not TOML, an unknown key, or a value of the wrong kind.
         """
-        try:
-            table = tomllib.loads(path.read_text("utf-8"))
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}; check the path") from error
-        except ValueError as error:
-            raise UsageError(f"{path} is not TOML: {error}") from error
+        table = read_toml(path)
         sampling = table.pop("sampling", {})
         values = _checked(PyramidConfig, table, str(path))
         boundaries = len(values.get("models", ())) - 1
@@ -151,6 +146,21 @@ EMBEDDED_PYRAMID = PyramidConfig(
     thresholds=(0.3, 0.2),
 )
 """What runs where nothing is named: SmolLM2-135M-Instruct under its own first layers and prompt lookup."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a file.
+
+    Raises:
+        UsageError: it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda v: isinstance(v, str)),

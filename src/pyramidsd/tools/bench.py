@@ -15,7 +15,7 @@ from rich.text import Text
 from pyramidsd.generate import check_limits, encode
 from pyramidsd.models.base import Model
 from pyramidsd.models.hf import quiet
-from pyramidsd.tools.contest import PEER_WINDOWS, Contest, Setting, rotated
+from pyramidsd.tools.contest import PEER_WINDOWS, Contest, Setting, pending
 from pyramidsd.tools.prompts import Prompt, add_prompt_arguments, prompt_facts, prompts_from
 from pyramidsd.tools.recipes import add_setting_arguments, settings_from
 from pyramidsd.tools.records import Record
@@ -76,16 +76,8 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     contest: Contest, settings: Sequence[Setting], prompts: Sequence[Prompt], args: argparse.Namespace, record: Record
 ) -> None:
-    """Ask every setting every prompt in every round, and add each answer to the record. Settings take turns, and
-    another one begins each time, so that no drift of the machine favours any."""
-    done = {(line["setting"], line["prompt"], line["round"]) for line in record.of_kind("answer")}
-    jobs = [
-        (setting, prompt, round_)
-        for round_ in range(args.rounds)
-        for i, prompt in enumerate(prompts)
-        for setting in rotated(settings, round_ * len(prompts) + i)
-        if (setting.name, prompt.id, round_) not in done
-    ]
+    """Ask every setting every prompt in every round, and add each answer to the record."""
+    jobs = pending(settings, prompts, args.rounds, record)
     if not jobs:
         return
     tuned = {setting: _tuned(contest, setting, prompts, args, record) for setting in settings}
@@ -94,12 +86,11 @@ def measure(
             contest.reply(tuned[setting], prompts[0], min(WARM_UP_TOKENS, args.max_new_tokens), args.seed)
             advance(1)
     with busy("Measuring", len(jobs)) as advance:
-        for setting, prompt, round_ in jobs:
+        for setting, i, round_ in jobs:
             seed = args.seed + round_
-            reply = contest.reply(tuned[setting], prompt, args.max_new_tokens, seed)
-            record.add(
-                "answer", {"setting": setting.name, "prompt": prompt.id, "round": round_, "seed": seed, **reply.line()}
-            )
+            reply = contest.reply(tuned[setting], prompts[i], args.max_new_tokens, seed)
+            which = {"setting": setting.name, "prompt": prompts[i].id, "round": round_, "seed": seed}
+            record.add("answer", which | reply.line())
             advance(1)
 
 

@@ -17,6 +17,7 @@ from pyramidsd.level import Level
 from pyramidsd.models.base import CachedModel
 from pyramidsd.tools.meter import Clock, measured
 from pyramidsd.tools.prompts import Prompt
+from pyramidsd.tools.records import Record
 from pyramidsd.types import Laws, Stats, UsageError, add_stats
 
 PEERS = {
@@ -290,7 +291,17 @@ def _peer_options(setting: Setting, models: Sequence[Any]) -> Iterator[dict[str,
             draft.generation_config = kept
 
 
-def rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
-    """The same settings, beginning with another one."""
-    start = by % len(settings)
-    return [*settings[start:], *settings[:start]]
+def pending(
+    settings: Sequence[Setting], prompts: Sequence[Prompt], rounds: int, record: Record
+) -> list[tuple[Setting, int, int]]:
+    """What a record lacks: (setting, index of the prompt, round). Settings take turns, and another one begins each
+    time, so that no drift of the machine favours any."""
+    done = {(line["setting"], line["prompt"], line["round"]) for line in record.of_kind("answer")}
+    return [
+        (setting, i, round_)
+        for round_ in range(rounds)
+        for i, prompt in enumerate(prompts)
+        for start in [(round_ * len(prompts) + i) % len(settings)]
+        for setting in [*settings[start:], *settings[:start]]
+        if (setting.name, prompt.id, round_) not in done
+    ]

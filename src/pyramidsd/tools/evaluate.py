@@ -16,7 +16,7 @@ from rich.text import Text
 from pyramidsd.generate import check_limits
 from pyramidsd.models.hf import quiet
 from pyramidsd.sampling import Sampling
-from pyramidsd.tools.contest import Contest, Setting, rotated
+from pyramidsd.tools.contest import Contest, Setting, pending
 from pyramidsd.tools.grading import check_code, graded
 from pyramidsd.tools.losses import Losses
 from pyramidsd.tools.prompts import add_prompt_arguments, prompt_facts, prompts_from
@@ -113,16 +113,8 @@ def evaluate(
     args: argparse.Namespace,
     record: Record,
 ) -> None:
-    """Ask every setting every question with every seed, grade the answer, and add it to the record. Settings take
-    turns, and another one begins each time, so that no drift of the machine favours any."""
-    done = {(line["setting"], line["prompt"], line["round"]) for line in record.of_kind("answer")}
-    jobs = [
-        (setting, asked, round_)
-        for round_ in range(args.rounds)
-        for i, asked in enumerate(questions)
-        for setting in rotated(settings, round_ * len(questions) + i)
-        if (setting.name, asked.prompt.id, round_) not in done
-    ]
+    """Ask every setting every question with every seed, grade the answer, and add it to the record."""
+    jobs = pending(settings, [asked.prompt for asked in questions], args.rounds, record)
     if not jobs:
         return
     with busy("Warming up", len(settings)) as advance:
@@ -130,7 +122,8 @@ def evaluate(
             contest.reply(setting, questions[0].prompt, min(WARM_UP_TOKENS, args.max_new_tokens), args.seed)
             advance(1)
     with busy("Evaluating", len(jobs)) as advance:
-        for setting, asked, round_ in jobs:
+        for setting, i, round_ in jobs:
+            asked = questions[i]
             seed, losses = args.seed + round_, Losses(setting.config.sampling)
             reply = contest.reply(setting, asked.prompt, args.max_new_tokens, seed, losses.watch)
             which = {"setting": setting.name, "prompt": asked.prompt.id, "round": round_, "seed": seed}

@@ -264,9 +264,10 @@ def _checked(
     # Totals: a mean of speeds would favour easy answers, of which pooled acceptance knows nothing.
     tokens = sum(len(answer["token_ids"]) for answer in answers)
     measured = tokens / sum(answer["seconds"] for answer in answers)
-    predicted = tokens / (sum(_answer_seconds(stages, answer) for answer in answers) * per_token)
+    seconds = sum(_answer_seconds(stages, answer) for answer in answers)
+    predicted = tokens / (seconds * per_token)
     best = best_windows(stages, setting["num_draft_tokens"])
-    gain = long_run_rate(best) / long_run_rate(stages)
+    saved = tokens / long_run_rate(stages) - tokens / long_run_rate(best)  # prompts cost what they cost
     return {
         "setting": setting["name"],
         "measured_tokens_per_second": measured,
@@ -274,7 +275,7 @@ def _checked(
         "error": predicted / measured - 1,
         "tokens_per_target_pass": expected_tokens(stages[-1]),
         "best_num_draft_tokens": [stage.window for stage in best[1:]],
-        "best_tokens_per_second": predicted * gain,
+        "best_tokens_per_second": tokens / ((seconds - saved) * per_token),
     }
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pyramidsd.config import METHODS, PyramidConfig
+from pyramidsd.config import METHODS, PyramidConfig, read_toml
 from pyramidsd.tools.contest import PEERS, Setting
 from pyramidsd.tools.options import add_pyramid_arguments, configured, fitted_numbers, with_numbers
 from pyramidsd.types import UsageError
@@ -66,12 +65,7 @@ def read_recipe(path: Path, base: PyramidConfig) -> list[Setting]:
     Raises:
         UsageError: the file cannot be read, is not TOML, or has a key or a value that does not belong there.
     """
-    try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not TOML: {error}") from error
+    document = read_toml(path)
     runs = document.pop("run", None)
     if document or not isinstance(runs, list) or not runs:
         raise UsageError(f"{path} must hold [[run]] tables and nothing else")

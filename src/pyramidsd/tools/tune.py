@@ -21,7 +21,7 @@ from pyramidsd.config import METHODS, PyramidConfig
 from pyramidsd.generate import check_limits, encode
 from pyramidsd.models.base import Model
 from pyramidsd.models.hf import quiet
-from pyramidsd.tools.contest import Contest, Setting
+from pyramidsd.tools.contest import Contest, Setting, pending
 from pyramidsd.tools.expectation import Cost, Curve
 from pyramidsd.tools.grading import check_code, graded
 from pyramidsd.tools.options import add_pyramid_arguments, configured
@@ -140,19 +140,13 @@ def _answer(
     record: Record,
 ) -> None:
     """Run settings for real, in turns, and grade them; what the record has already is not run again."""
-    done = {(line["setting"], line["prompt"], line["round"]) for line in record.of_kind("answer")}
-    jobs = [
-        (setting, asked, round_)
-        for round_ in range(args.rounds)
-        for asked in questions
-        for setting in settings
-        if (setting.name, asked.prompt.id, round_) not in done
-    ]
+    jobs = pending(settings, [asked.prompt for asked in questions], args.rounds, record)
     for setting in dict.fromkeys(setting for setting, _, _ in jobs):
         contest.enter(setting)
         contest.reply(setting, questions[0].prompt, 1, args.seed)  # warms up
     with busy("Running " + ("plain decoding" if len(settings) == 1 else "the finalists"), len(jobs)) as advance:
-        for setting, asked, round_ in jobs:
+        for setting, i, round_ in jobs:
+            asked = questions[i]
             reply = contest.reply(setting, asked.prompt, args.max_new_tokens, args.seed + round_)
             which = {"setting": setting.name, "prompt": asked.prompt.id, "round": round_}
             record.add("answer", which | reply.line() | graded(asked, reply.texts[-1]))
