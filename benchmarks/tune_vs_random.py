@@ -57,6 +57,7 @@ def run() -> None:
     tune.add_arguments(parser)
     parser.add_argument("--record", type=Path, required=True)
     args = parser.parse_args()
+    tune.check(args)
     base = configured(args)
     prompts = prompts_from(args)
     plain, rivals = Setting.of("plain", base), random_settings(base, args.seed)

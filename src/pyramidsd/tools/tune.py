@@ -76,7 +76,7 @@ def points(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Trace, search, confirm, and write down the winner."""
     quiet()
-    _check(args)
+    check(args)
     base = configured(args)
     if len(base.models) < 2:
         raise UsageError("there is nothing to tune with one model; name a --draft, such as prompt-lookup")
@@ -101,7 +101,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
+    """Fill in the limit that was not given.
+
+    Raises:
+        UsageError: an option is out of range, or lacks another one.
+    """
     check_limits(args.max_new_tokens, ())
     if (args.task is None) != (args.max_drop is None):
         raise UsageError("--task and --max-drop belong together: the task says how answers are graded")
