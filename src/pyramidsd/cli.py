@@ -20,8 +20,8 @@ VERBS = {
     "models": "list what is usable here; fetch the embedded target",
 }
 
-EXTRAS = {"tune": "tune", "report": "plots"}
-"""The extra whose packages a verb needs."""
+EXTRAS = {"tune": "tune"}
+"""The extra whose packages a verb needs from the start; `report` draws first when there is something to draw."""
 
 
 class Parser(argparse.ArgumentParser):

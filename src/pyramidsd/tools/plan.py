@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from pyramidsd.tools.contest import PEERS
 from pyramidsd.tools.expectation import Cost, Curve, Stage, expected_seconds, expected_tokens, long_run_rate
 from pyramidsd.tools.records import Line, read_record
 from pyramidsd.tools.summary import passes_of, rows, stats_of
@@ -231,7 +232,7 @@ def _from_record(path: Path) -> dict[str, Any]:
         table = [
             _checked(setting, measured[setting["name"]], answers, curves)
             for setting in settings
-            if setting["name"] in measured and not setting["method"].startswith("hf-")
+            if setting["name"] in measured and setting["method"] not in PEERS
         ]
     if not table:
         raise UsageError(f"{path} holds only baselines of transformers; bench a method of this library")

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     check_code(questions, args.run_generated_code)
     plain = Setting.of("plain", base)
     with busy("Loading models"):
-        contest = Contest([plain, Setting.of("nested" if len(base.models) > 2 else "sd", base)])
+        contest = Contest([plain, _of_all(base)])
     record = Record(args.study.with_suffix(".jsonl"), _identity(args, base, prompts))
     _answer(contest, [plain], questions, args, record)
     replays = Replays(contest, base, prompts, record)
@@ -99,6 +99,11 @@ def run(args: argparse.Namespace) -> int:
         out.print(Text(report["verdict"]))
         out.print(f"Written to {args.out}.")
     return 0
+
+
+def _of_all(base: PyramidConfig) -> Setting:
+    """A setting that uses every model."""
+    return Setting.of("nested" if len(base.models) > 2 else "sd", base)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -165,7 +170,7 @@ class Replays:
     """
 
     def __init__(self, contest: Contest, base: PyramidConfig, prompts: Sequence[Prompt], record: Record) -> None:
-        everything = contest.models(Setting.of("nested" if len(base.models) > 2 else "sd", base))
+        everything = contest.models(_of_all(base))
         models = {name: model for name, model in zip(base.models, everything, strict=True) if isinstance(model, Model)}
         answers = {line["prompt"]: line for line in record.of_kind("answer") if line["setting"] == "plain"}
         self.costs = _costs(models, contest, prompts, answers, record)
