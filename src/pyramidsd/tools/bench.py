@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pyramidsd.generate import check_limits, encode
+from pyramidsd.generate import check_limits
 from pyramidsd.models.base import Model
 from pyramidsd.models.hf import quiet
 from pyramidsd.tools.contest import PEER_WINDOWS, Contest, Setting, pending
@@ -106,9 +106,7 @@ def _trace(contest: Contest, settings: Sequence[Setting], prompts: Sequence[Prom
     missing = [prompt for prompt in prompts if prompt.id not in done]
     with busy("Tracing", len(missing)) as advance:
         for prompt in missing:
-            context = encode(contest.target.tokenizer, contest.request(prompt.messages))
-            line = answers[prompt.id]
-            answer = line["token_ids"][: line["turn_lengths"][0]]
+            context, answer = contest.first_turn(prompt, answers[prompt.id])
             found = trace({n: m for n, m in models.items() if isinstance(m, Model)}, contest.target, context, answer)
             entropy = [[round(value, 4) for value in found.entropy.get(name, [])] for name in models]
             record.add("trace", {"prompt": prompt.id, "models": list(models), "entropy": entropy})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -233,6 +233,12 @@ class Contest:
         if self.target.tokenizer is None or self.target.tokenizer.chat_template:
             return chat
         return "\n\n".join(message["content"] for message in chat)
+
+    def first_turn(self, prompt: Prompt, answer: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and of the first answer to it, out of a record's line; of a dialogue the rest would
+        need the contexts of all turns."""
+        context = encode(self.target.tokenizer, self.request(prompt.messages))
+        return context, answer["token_ids"][: answer["turn_lengths"][0]]
 
     def _pyramid(self, setting: Setting, request: Any, max_new_tokens: int, seed: int) -> Iterator[Chunk]:
         return generate(self._tops[setting.name], self.target.tokenizer, request, max_new_tokens, seed)

@@ -177,9 +177,7 @@ class Replays:
         self.traces: list[Trace] = []
         with busy("Tracing", len(prompts)) as advance:
             for prompt in prompts:
-                context = encode(contest.target.tokenizer, contest.request(prompt.messages))
-                # Of a dialogue the first answer; the rest would need the contexts of all turns.
-                answer = answers[prompt.id]["token_ids"][: answers[prompt.id]["turn_lengths"][0]]
+                context, answer = contest.first_turn(prompt, answers[prompt.id])
                 self.traces.append(trace(models, contest.target, context, answer))
                 advance(1)
 
